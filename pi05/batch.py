@@ -132,6 +132,24 @@ class Draws:
             raise BatchError(f"time runs from {self.time.min()} to {self.time.max()}; it must lie in (0, 1].")
 
 
+@dataclasses.dataclass(frozen=True)
+class LossParts:
+    """The flow-matching loss before it is averaged.
+
+    per_sample: float32[B], mean over the counted action steps and dims; the loss is its mean, so equal shards of a batch
+        (devices, accumulation) average to the loss of the whole.
+    per_dim: float32[M], mean over samples and counted steps, for the log; 0 where no sample counts the dim.
+    """
+
+    per_sample: Array
+    per_dim: Array
+
+    @property
+    def loss(self) -> Array:
+        """float32 scalar."""
+        return self.per_sample.mean()
+
+
 def make_draws(spec: ModelSpec, seed: int, epoch: int, positions: np.ndarray) -> Draws:
     """Draws for the samples at `positions` (int[B]) of the order of `epoch`.
 

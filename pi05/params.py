@@ -23,7 +23,7 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -326,7 +326,8 @@ def read(tensors: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) -> 
     missing, unread = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unread:
         raise ParamsError(
-            f"The tensors are not a whole {layout} model: {len(missing)} missing ({_listed(missing)}), {len(unread)} that no parameter reads ({_listed(unread)})."
+            f"The tensors are not a whole {layout} model: {len(missing)} missing ({_listed(missing)}), "
+            f"{len(unread)} that no parameter reads ({_listed(unread)})."
         )
     for name, wanted in expected.items():
         if tuple(tensors[name].shape) != wanted:
@@ -366,7 +367,10 @@ def philox(seed: int, stream: str, *counters: int) -> np.random.Generator:
 
 def _draw(row: Param, spec: ModelSpec, rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
     sizes, init = axis_sizes(spec, row.group), row.init
-    product: Callable[[str], int] = lambda letters: math.prod(sizes[letter] for letter in letters.split())  # noqa: E731
+
+    def product(letters: str) -> int:
+        return math.prod(sizes[letter] for letter in letters.split())
+
     if init.kind == "zeros":
         return np.zeros(size, np.float32)
     if init.kind == "ones":

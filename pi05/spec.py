@@ -9,7 +9,7 @@ Source: Pi0.5 (Physical Intelligence 2025), PaliGemma (Beyer et al. 2024), Gemma
 """
 
 import dataclasses
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -197,6 +197,33 @@ class ModelSpec:
     def training_flops(self, num_cameras: int | None = None, token_len: int | None = None) -> float:
         """Floating-point operations of one sample's training step: forward, and twice that backward, without recomputation."""
         return 3.0 * self.forward_flops(num_cameras, token_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a model computes, which changes speed, memory and rounding, never what it means.
+
+    dtype: of the residual streams and matrix products: bfloat16 for training, float32, or float64 (to judge the others).
+        Parameters stay float32, and what docs/numerics.md lists is computed in at least float32 whatever this says.
+    attention: the strategy, see attention.py of either backend.
+    batch_cameras: all cameras in one call of the vision tower instead of one call each.
+    remat: recompute each layer in the backward pass instead of keeping its intermediates.
+    """
+
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    attention: Literal["explicit"] = "explicit"
+    batch_cameras: bool = True
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("dtype", ("bfloat16", "float32", "float64")), ("attention", ("explicit",))):
+            if getattr(self, field) not in allowed:
+                raise SpecError(f"compute.{field} is {getattr(self, field)!r}; it can be {', '.join(allowed)}.")
+
+    @property
+    def full_dtype(self) -> str:
+        """The dtype of what is computed in at least float32."""
+        return "float64" if self.dtype == "float64" else "float32"
 
 
 def rope_table(head_dim: int, num_positions: int) -> tuple[np.ndarray, np.ndarray]:

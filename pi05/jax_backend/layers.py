@@ -1,0 +1,165 @@
+"""Layers the three transformers are made of.
+
+Axes: B T N H D; H also counts the halves of a head in rotary embedding (see spec.py).
+Dtypes: parameters are float32 and are cast to the dtype of x where they are used; norms, rotary and time embedding compute in
+at least float32 (`promote`), so that a float64 run is float64 throughout.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from pi05.params import MODULATION_SLOTS
+from pi05.spec import NORM_EPS, rope_table, time_frequencies
+
+
+def cast(x: Array, dtype: Any) -> Array:
+    """Returns x in `dtype`."""
+    return x.astype(dtype)
+
+
+def promote(x: Array) -> Array:
+    """Returns x in float32, or as it is where it is float64."""
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def matmul(x: Array, weight: Array) -> Array:
+    """x [..., fan_in] times a weight, in their dtype; float32 products are never rounded to TF32."""
+    return jnp.matmul(x, weight, precision=None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST)
+
+
+class Linear(nnx.Module):
+    """x times weight, plus bias, in the dtype of x."""
+
+    def __init__(self, fan_in: int, fan_out: int, *, bias: bool = False):
+        self.weight = nnx.Param(jnp.zeros((fan_in, fan_out), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((fan_out,), jnp.float32)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = matmul(x, cast(self.weight[...], x.dtype))
+        return y if self.bias is None else y + cast(self.bias[...], x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token embedding scaled by sqrt(D), tied to the token logits (Gemma Team 2024)."""
+
+    def __init__(self, vocab_size: int, width: int):
+        self.weight = nnx.Param(jnp.zeros((vocab_size, width), jnp.float32))
+
+    def __call__(self, tokens_BT: Array) -> Array:
+        """Embeds ids; at least float32[B, T, D]."""
+        x_BTD = promote(self.weight[...][tokens_BT])
+        return x_BTD * x_BTD.shape[-1] ** 0.5
+
+    def logits(self, x_BTD: Array) -> Array:
+        """Scores every token of the vocabulary; at least float32[B, T, V]."""
+        return matmul(promote(x_BTD), promote(self.weight[...]).T)
+
+
+class LayerNorm(nnx.Module):
+    """LayerNorm with scale and bias (Ba et al. 2016), computed in at least float32."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+
+    def __call__(self, x_BTD: Array) -> Array:
+        y_BTD = promote(x_BTD)
+        y_BTD = y_BTD - y_BTD.mean(-1, keepdims=True)
+        y_BTD = y_BTD / jnp.sqrt((y_BTD * y_BTD).mean(-1, keepdims=True) + NORM_EPS)
+        return cast(y_BTD * promote(self.scale[...]) + promote(self.bias[...]), x_BTD.dtype)
+
+
+def rms_normalize(x_BTD: Array) -> Array:
+    """x / sqrt(mean(x^2) + eps), at least float32 (Zhang and Sennrich 2019)."""
+    y_BTD = promote(x_BTD)
+    return y_BTD / jnp.sqrt((y_BTD * y_BTD).mean(-1, keepdims=True) + NORM_EPS)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm whose gain is 1 + scale, computed in at least float32."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.zeros((width,), jnp.float32))
+
+    def __call__(self, x_BTD: Array, cond_BD: Array | None) -> tuple[Array, None]:
+        """Returns the normalised x in its dtype, and no gate; `cond_BD` is not used."""
+        return cast(rms_normalize(x_BTD) * (1 + promote(self.scale[...])), x_BTD.dtype), None
+
+
+class AdaRMSNorm(nnx.Module):
+    """RMSNorm whose scale, shift and residual gate are linear in a condition (adaLN, Peebles and Xie 2023), in at least float32."""
+
+    def __init__(self, width: int, cond_width: int):
+        self.modulation = Linear(cond_width, len(MODULATION_SLOTS) * width, bias=True)
+
+    def __call__(self, x_BTD: Array, cond_BD: Array) -> tuple[Array, Array]:
+        """Returns the modulated x, and the gate [B, 1, D] of the residual branch that follows, both in the dtype of x."""
+        scale_B1D, shift_B1D, gate_B1D = jnp.split(self.modulation(promote(cond_BD))[:, None, :], len(MODULATION_SLOTS), -1)
+        y_BTD = rms_normalize(x_BTD) * (1 + scale_B1D) + shift_B1D
+        return cast(y_BTD, x_BTD.dtype), cast(gate_B1D, x_BTD.dtype)
+
+
+def add_gated(x_BTD: Array, branch_BTD: Array, gate_B1D: Array | None) -> Array:
+    """Residual addition of a branch, gated where its norm gave a gate."""
+    return x_BTD + branch_BTD if gate_B1D is None else x_BTD + branch_BTD * gate_B1D
+
+
+def gelu(x: Array) -> Array:
+    """GELU in its tanh approximation (Hendrycks and Gimpel 2016), which SigLIP and Gemma both use."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def rotation(positions_BT: Array, head_dim: int, num_positions: int, dtype: Any) -> tuple[Array, Array]:
+    """Cosines and sines [B, T, H / 2] of rotary embedding at `positions_BT`, which must lie below `num_positions`."""
+    cos_TH, sin_TH = (jnp.asarray(table_TH, dtype) for table_TH in rope_table(head_dim, num_positions))
+    return cos_TH[positions_BT], sin_TH[positions_BT]
+
+
+def rotate(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
+    """Rotary embedding that pairs dim j with dim j + H/2 (Su et al. 2021, in Gemma's layout), computed in at least float32."""
+    cos_BTNH, sin_BTNH = (promote(angle_BTH)[:, :, None, :] for angle_BTH in angles)
+    first_BTNH, second_BTNH = jnp.split(promote(x_BTNH), 2, -1)
+    rotated = (first_BTNH * cos_BTNH - second_BTNH * sin_BTNH, second_BTNH * cos_BTNH + first_BTNH * sin_BTNH)
+    return cast(jnp.concatenate(rotated, axis=-1), x_BTNH.dtype)
+
+
+def time_embedding(time_B: Array, width: int) -> Array:
+    """Sine-cosine embedding [B, width] of the flow time, in at least float32.
+
+    The angle reaches 250 turns, where a float32 product is off by 1e-4 rad. So time and frequency are both split into a coarse
+    part, whose product is exact, and a fine part, and whole turns are dropped before the parts are added: the result is good
+    to 1e-6 without float64 (Cody and Waite 1980).
+    """
+    coarse_D, fine_D = (jnp.asarray(part_D, time_B.dtype) for part_D in time_frequencies(width))
+    time_B1 = promote(time_B)[:, None]
+    coarse_B1 = jnp.round(time_B1 * 4096) / 4096
+    exact_BD = coarse_B1 * coarse_D
+    turns_BD = (exact_BD - jnp.floor(exact_BD)) + (coarse_B1 * fine_D + (time_B1 - coarse_B1) * (coarse_D + fine_D))
+    angle_BD = turns_BD * (2 * jnp.pi)
+    return jnp.concatenate((jnp.sin(angle_BD), jnp.cos(angle_BD)), axis=-1)
+
+
+def stack_layers(make: Callable[[], nnx.Module], depth: int) -> nnx.Module:
+    """`depth` equal layers: one module whose parameters have a leading layer axis."""
+    return nnx.vmap(lambda _: make())(jnp.arange(depth))
+
+
+def scan_layers(body: Callable, layers: tuple, carry: Any, xs: dict | None = None, *, remat: bool = False) -> tuple[Any, dict]:
+    """Runs `carry, out = body(layer of each stack, carry, x)` over all layers; `xs` and the outs are dicts of arrays [L, ...].
+
+    remat: keep only the carry between layers and recompute the rest in the backward pass.
+    """
+    graph, state = nnx.split(layers)
+
+    def step(carry: Any, slices: Any) -> tuple[Any, dict]:
+        layer_state, x = slices
+        return body(nnx.merge(graph, layer_state), carry, x)
+
+    if remat:
+        step = jax.checkpoint(step, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
+    return jax.lax.scan(step, carry, (state, xs))
