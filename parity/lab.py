@@ -4,174 +4,250 @@ Implementations: "jax", "torch" (ours) and "reference" (parity/reference.py; in 
 the naive implementation that ours must not be much worse than).
 """
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Literal
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 
-from parity.cases import Scene, scene
 from pi05.params import read, write
 from pi05.spec import Compute, ModelSpec
+
+from .cases import Scene, scene
 
 Implementation = Literal["jax", "torch", "reference"]
 BACKENDS: tuple[Implementation, ...] = ("jax", "torch")
 NUM_STEPS = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """What one implementation says about one scene, in NumPy.
+class Run:
+    """What one implementation says about one scene. Each part is computed when it is first asked for, then kept.
 
-    activations: every named intermediate, one entry a layer, in execution order; the last is the velocity.
-    per_sample, per_dim: the loss [B] and [M]. logits: token logits [B, T, V]. actions: x after each Euler step [steps, B, A, M].
-    gradients: of the mean loss, by torch-layout name.
+    options: those of the loss, padded_steps and loss_dims.
     """
 
-    activations: dict[str, np.ndarray]
-    per_sample: np.ndarray
-    per_dim: np.ndarray
-    logits: np.ndarray
-    actions: np.ndarray
-    gradients: dict[str, np.ndarray]
+    def __init__(self, case: Scene, compute: Compute, **options: str):
+        self.case, self.compute, self.options = case, compute, options
+        self.steps_option = {name: value for name, value in options.items() if name == "padded_steps"}
+
+    def parameters(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The scene's parameters in the dtype they have in this run."""
+        return ((name, value.astype(self.compute.full_dtype)) for name, value in self.case.params.items())
+
+    @functools.cached_property
+    def activations(self) -> dict[str, np.ndarray]:
+        """Every named intermediate, one entry a layer, in execution order; the last is the velocity."""
+        taps = self._activations()
+        return {name: taps[stacked] if layer is None else taps[stacked][layer] for name, stacked, layer in execution_order(self.case.spec)}
+
+    @functools.cached_property
+    def training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The loss {"per_sample" [B], "per_dim" [M]}, and the gradient of the mean loss by torch-layout name."""
+        return self._training()
+
+    @functools.cached_property
+    def logits(self) -> np.ndarray:
+        """Token logits [B, T, V]."""
+        return self._logits()
+
+    @functools.cached_property
+    def actions(self) -> np.ndarray:
+        """x after each Euler step, [steps, B, A, M]."""
+        return self._actions()
+
+    @property
+    def loss(self) -> dict[str, np.ndarray]:
+        return self.training[0]
+
+    @property
+    def gradients(self) -> dict[str, np.ndarray]:
+        return self.training[1]
+
+
+@functools.cache
+def plain_products() -> dict[str, str]:
+    """Compiler options for bfloat16 on the CPU.
+
+    XLA hands CPU products to YNNPACK kernels, some of which accumulate in bfloat16: long sums stick at powers of two, and single
+    elements of weight gradients are off by 10 % (jaxlib 0.11.2). No accelerator does that, and it is not our arithmetic that it shows.
+    An XLA without this option is taken as it comes.
+    """
+    import jax
+
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    try:
+        jax.jit(lambda x: x, compiler_options=options)(0.0)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return {}
+    return options
+
+
+class JaxRun(Run):
+    """The JAX backend, compiled; float64 in a scope of its own, so that everything else runs as users run it."""
+
+    def _call(self, function: Callable) -> Any:
+        import jax
+        from flax import nnx
+
+        from pi05.jax_backend.model import from_numpy, make_model
+
+        with jax.enable_x64(self.compute.dtype == "float64"):
+            graph, state = nnx.split(make_model(self.case.spec, self.compute, self.parameters()))
+            options = plain_products() if self.compute.dtype == "bfloat16" else {}
+            compiled = jax.jit(lambda state, batch, draws: function(nnx.merge(graph, state), batch, draws), compiler_options=options)
+            return jax.tree.map(_from_jax, compiled(state, from_numpy(self.case.batch), from_numpy(self.case.draws)))
+
+    def _activations(self) -> dict[str, np.ndarray]:
+        def forward(model, batch, draws):
+            x_t, _, counted = model.flow(batch, draws, **self.steps_option)
+            return model(batch.observation, x_t, draws.time, counted, capture=True)[1]
+
+        return self._call(forward)
+
+    def _training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        from pi05.jax_backend.step import loss_and_gradients
+
+        parts, gradients = self._call(lambda model, batch, draws: loss_and_gradients(model, batch, draws, **self.options))
+        canonical = read(gradients, self.case.spec, "jax")
+        return vars(parts), dict(write(canonical, self.case.spec, "torch"))
+
+    def _logits(self) -> np.ndarray:
+        return self._call(lambda model, batch, draws: model.token_logits(batch.observation))
+
+    def _actions(self) -> np.ndarray:
+        from pi05.jax_backend.sampling import sample_actions
+
+        return self._call(lambda model, batch, draws: sample_actions(model, batch.observation, draws.noise, NUM_STEPS)[1])
+
+
+class TorchRun(Run):
+    """The PyTorch backend, eagerly."""
+
+    def _call(self, function: Callable) -> Any:
+        from pi05.torch_backend.model import from_numpy, make_model
+
+        return function(make_model(self.case.spec, self.compute, self.parameters()), from_numpy(self.case.batch), from_numpy(self.case.draws))
+
+    def _activations(self) -> dict[str, np.ndarray]:
+        def forward(model, batch, draws):
+            x_t, _, counted = model.flow(batch, draws, **self.steps_option)
+            return model(batch.observation, x_t, draws.time, counted, capture=True)[1]
+
+        return {name: _to_numpy(tap) for name, tap in self._call(forward).items()}
+
+    def _training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        from pi05.torch_backend.step import loss_and_gradients
+
+        parts, gradients = self._call(lambda model, batch, draws: loss_and_gradients(model, batch, draws, **self.options))
+        return {name: _to_numpy(part) for name, part in vars(parts).items()}, {name: _to_numpy(gradient) for name, gradient in gradients.items()}
+
+    def _logits(self) -> np.ndarray:
+        return _to_numpy(self._call(lambda model, batch, draws: model.token_logits(batch.observation)))
+
+    def _actions(self) -> np.ndarray:
+        from pi05.torch_backend.sampling import sample_actions
+
+        return _to_numpy(self._call(lambda model, batch, draws: sample_actions(model, batch.observation, draws.noise, NUM_STEPS)[1]))
+
+
+class ReferenceRun(Run):
+    """The reference: its forward pass in NumPy for float64; every other precision, and the gradients, through torch."""
+
+    def _ops(self) -> tuple[Any, dict[str, Any]]:
+        import torch
+
+        from . import reference
+
+        if self.compute.dtype == "float64":
+            return reference.NumpyOps(np.float64), dict(self.parameters())
+        return reference.TorchOps(getattr(torch, self.compute.dtype)), {name: torch.tensor(value) for name, value in self.parameters()}
+
+    def _activations(self) -> dict[str, np.ndarray]:
+        from . import reference
+
+        ops, params = self._ops()
+        taps = reference.forward(params, self.case.spec, self.case.batch, self.case.draws, ops=ops, **self.steps_option)
+        return {name: _to_numpy(tap) for name, tap in taps.items()}
+
+    def _training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        import torch
+
+        from . import reference
+
+        params = {name: torch.tensor(value, requires_grad=True) for name, value in self.parameters()}
+        ops = reference.TorchOps(getattr(torch, self.compute.dtype))
+        parts = reference.loss(params, self.case.spec, self.case.batch, self.case.draws, ops=ops, **self.options)
+        parts["loss"].backward()
+        zeros = ((name, np.zeros(value.shape) if value.grad is None else _to_numpy(value.grad)) for name, value in params.items())
+        return {name: _to_numpy(parts[name]) for name in ("per_sample", "per_dim")}, dict(write(zeros, self.case.spec, "torch"))
+
+    def _logits(self) -> np.ndarray:
+        from . import reference
+
+        ops, params = self._ops()
+        return _to_numpy(reference.token_logits(params, self.case.spec, self.case.batch.observation, ops=ops))
+
+    def _actions(self) -> np.ndarray:
+        from . import reference
+
+        ops, params = self._ops()
+        steps = reference.sample_actions(params, self.case.spec, self.case.batch.observation, self.case.draws.noise, NUM_STEPS, ops=ops)
+        return np.stack([_to_numpy(step) for step in steps])
+
+
+RUNS: dict[str, type[Run]] = {"jax": JaxRun, "torch": TorchRun, "reference": ReferenceRun}
 
 
 class Lab:
-    """Caches results by (implementation, dtype, scene); `borrow` shares another lab's results of implementations that are not under test."""
+    """Keeps the runs of a session by (implementation, dtype, scene); one that borrows from another shares all but what is under test."""
 
     def __init__(self, borrow: "Lab | None" = None, under_test: str | None = None):
-        self._results: dict[tuple[str, str, str], Results] = {}
-        if borrow is not None:
-            self._results = {key: value for key, value in borrow._results.items() if key[0] != under_test}
+        self._runs: dict[tuple[str, str, str], Run] = {}
         self._borrow, self._under_test = borrow, under_test
 
-    def results(self, implementation: Implementation, dtype: str, scene_name: str) -> Results:
-        """Results of an implementation computing in `dtype`."""
+    def results(self, implementation: Implementation, dtype: str, scene_name: str) -> Run:
+        """The run of an implementation computing in `dtype`."""
+        if self._borrow is not None and implementation != self._under_test:
+            return self._borrow.results(implementation, dtype, scene_name)
         key = (implementation, dtype, scene_name)
-        if key not in self._results:
-            if self._borrow is not None and implementation != self._under_test:
-                self._results[key] = self._borrow.results(implementation, dtype, scene_name)
-            else:
-                self._results[key] = RUNNERS[implementation](scene(scene_name), Compute(dtype))
-        return self._results[key]
+        if key not in self._runs:
+            self._runs[key] = RUNS[implementation](scene(scene_name), Compute(dtype))
+        return self._runs[key]
 
-    def truth(self, scene_name: str) -> Results:
+    def truth(self, scene_name: str) -> Run:
         """The reference in float64."""
         return self.results("reference", "float64", scene_name)
 
 
-def run_jax(case: Scene, compute: Compute, **options: str) -> Results:
-    """Runs the JAX backend, compiled; float64 in a scope of its own, so that everything else runs as users run it."""
-    import jax
-    from flax import nnx
+def execution_order(spec: ModelSpec) -> Iterator[tuple[str, str, int | None]]:
+    """Activations in the order in which a forward pass makes them: name, name of the stacked array it is in, and its layer there."""
 
-    from pi05.jax_backend.model import from_numpy, make_model
-    from pi05.jax_backend.sampling import sample_actions
-    from pi05.jax_backend.step import loss_and_gradients
+    def layers(tower: str, layer: int, parts: tuple[str, ...]) -> Iterator[tuple[str, str, int]]:
+        return ((f"{tower}.layers.{layer}.{part}", f"{tower}.layers.{part}", layer) for part in parts)
 
-    with jax.enable_x64(compute.dtype == "float64"):
-        graph, state = nnx.split(make_model(case.spec, compute, _parameters(case, compute)))
-
-        @jax.jit
-        def analyse(state, batch, draws):
-            model = nnx.merge(graph, state)
-            x_t, _, counted = model.flow(batch, draws, padded_steps=options.get("padded_steps", "ignore"))
-            _, taps = model(batch.observation, x_t, draws.time, counted, capture=True)
-            parts, gradients = loss_and_gradients(model, batch, draws, **options)
-            _, steps = sample_actions(model, batch.observation, draws.noise, NUM_STEPS)
-            return taps, parts.per_sample, parts.per_dim, model.token_logits(batch.observation), steps, gradients
-
-        out = analyse(state, from_numpy(case.batch), from_numpy(case.draws))
-        taps, per_sample, per_dim, logits, steps, gradients = jax.tree.map(_jax_to_numpy, out)
-    canonical = dict(read(gradients, case.spec, "jax"))
-    return Results(_by_layer(taps, case.spec), per_sample, per_dim, logits, steps, dict(write(canonical.items(), case.spec, "torch")))
-
-
-def run_torch(case: Scene, compute: Compute, **options: str) -> Results:
-    """Runs the PyTorch backend, eagerly."""
-    import torch
-
-    from pi05.torch_backend.model import from_numpy, make_model
-    from pi05.torch_backend.sampling import sample_actions
-    from pi05.torch_backend.step import loss_and_gradients
-
-    model = make_model(case.spec, compute, _parameters(case, compute))
-    batch, draws = from_numpy(case.batch), from_numpy(case.draws)
-    parts, gradients = loss_and_gradients(model, batch, draws, **options)
-    with torch.no_grad():
-        x_t, _, counted = model.flow(batch, draws, padded_steps=options.get("padded_steps", "ignore"))
-        _, taps = model(batch.observation, x_t, draws.time, counted, capture=True)
-        _, steps = sample_actions(model, batch.observation, draws.noise, NUM_STEPS)
-        logits = model.token_logits(batch.observation)
-    numpy = {name: _torch_to_numpy(tap) for name, tap in taps.items()}
-    grads = {name: _torch_to_numpy(gradient) for name, gradient in gradients.items()}
-    return Results(_by_layer(numpy, case.spec), *(_torch_to_numpy(x) for x in (parts.per_sample, parts.per_dim, logits, steps)), grads)
-
-
-def run_reference(case: Scene, compute: Compute, **options: str) -> Results:
-    """Runs the reference: float64 in NumPy (its gradients, and every other precision, through torch)."""
-    import torch
-
-    from parity import reference
-
-    ops = reference.TorchOps(getattr(torch, compute.dtype))
-    full = getattr(torch, compute.full_dtype)
-    params = {name: torch.tensor(value, dtype=full, requires_grad=True) for name, value in case.params.items()}
-    steps_option = {"padded_steps": options.get("padded_steps", "ignore")}
-    parts = reference.loss(params, case.spec, case.batch, case.draws, ops=ops, **options)
-    parts["loss"].backward()
-    zeros = {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in params.items()}
-    gradients = dict(write(((name, _torch_to_numpy(value)) for name, value in zeros.items()), case.spec, "torch"))
-    if compute.dtype == "float64":
-        ops, params = reference.NumpyOps(np.float64), {name: value.astype(np.float64) for name, value in case.params.items()}
-    with torch.no_grad():
-        taps = reference.forward(params, case.spec, case.batch, case.draws, ops=ops, **steps_option)
-        logits = reference.token_logits(params, case.spec, case.batch.observation, ops=ops)
-        steps = reference.sample_actions(params, case.spec, case.batch.observation, case.draws.noise, NUM_STEPS, ops=ops)
-        parts = reference.loss(params, case.spec, case.batch, case.draws, ops=ops, **options)
-    numpy = {name: _to_numpy(tap) for name, tap in taps.items()}
-    actions = np.stack([_to_numpy(step) for step in steps])
-    return Results(_by_layer(numpy, case.spec), _to_numpy(parts["per_sample"]), _to_numpy(parts["per_dim"]), _to_numpy(logits), actions, gradients)
-
-
-RUNNERS = {"jax": run_jax, "torch": run_torch, "reference": run_reference}
-
-
-def execution_order(spec: ModelSpec) -> Iterator[str]:
-    """Names of the activations in the order in which a forward pass makes them."""
-    yield "vision.embedded"
+    yield "vision.embedded", "vision.embedded", None
     for layer in range(spec.vision.depth):
-        yield from (f"vision.layers.{layer}.attn", f"vision.layers.{layer}.out")
-    yield from ("vision.tokens", "prefix.embedded", "prefix.valid", "prefix.positions")
-    yield from ("time.embedding", "time.cond", "suffix.embedded", "suffix.positions")
+        yield from layers("vision", layer, ("attn", "out"))
+    for name in ("vision.tokens", "prefix.embedded", "prefix.valid", "prefix.positions"):
+        yield name, name, None
+    for name in ("time.embedding", "time.cond", "suffix.embedded", "suffix.positions"):
+        yield name, name, None
     for layer in range(spec.trunk.depth):
         for tower in ("trunk", "expert"):
-            yield from (f"{tower}.layers.{layer}.{part}" for part in ("q", "k", "v", "attn", "out"))
-    yield from ("trunk.final", "expert.final", "velocity")
+            yield from layers(tower, layer, ("q", "k", "v", "attn", "out"))
+    for name in ("trunk.final", "expert.final", "velocity"):
+        yield name, name, None
 
 
-def _parameters(case: Scene, compute: Compute) -> Iterator[tuple[str, np.ndarray]]:
-    return ((name, value.astype(compute.full_dtype)) for name, value in case.params.items())
-
-
-def _by_layer(taps: dict[str, np.ndarray], spec: ModelSpec) -> dict[str, np.ndarray]:
-    out = {}
-    for name in execution_order(spec):
-        tower, _, rest = name.partition(".layers.")
-        layer, _, part = rest.partition(".")
-        out[name] = taps[f"{tower}.layers.{part}"][int(layer)] if rest else taps[name]
-    return out
-
-
-def _jax_to_numpy(array: object) -> np.ndarray:
+def _from_jax(array: Any) -> np.ndarray:
     array = np.asarray(array)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def _torch_to_numpy(tensor: object) -> np.ndarray:
-    tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype.itemsize == 2 else tensor).numpy().copy()
-
-
-def _to_numpy(array: object) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else _torch_to_numpy(array)
+def _to_numpy(array: Any) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    array = array.detach()
+    return (array.float() if array.element_size() == 2 else array).numpy().copy()

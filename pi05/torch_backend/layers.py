@@ -43,7 +43,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Array) -> Array:
         y = matmul(x, cast(self.weight[...], x.dtype))
-        return y if self.bias is None else y + cast(self.bias[...], x.dtype)
+        # In at least float32, so that the bias's gradient, a sum over all tokens, is not accumulated in bfloat16.
+        return y if self.bias is None else cast(promote(y) + promote(self.bias[...]), x.dtype)
 
 
 class Embedding(nn.Module):
@@ -104,15 +105,15 @@ class AdaRMSNorm(nn.Module):
         self.modulation = Linear(cond_width, len(MODULATION_SLOTS) * width, bias=True)
 
     def forward(self, x_BTD: Array, cond_BD: Array) -> tuple[Array, Array]:
-        """Returns the modulated x, and the gate [B, 1, D] of the residual branch that follows, both in the dtype of x."""
+        """Returns the modulated x in its dtype, and the gate [B, 1, D] of the residual branch that follows, at least float32."""
         scale_B1D, shift_B1D, gate_B1D = self.modulation(promote(cond_BD))[:, None, :].chunk(len(MODULATION_SLOTS), -1)
         y_BTD = rms_normalize(x_BTD) * (1 + scale_B1D) + shift_B1D
-        return cast(y_BTD, x_BTD.dtype), cast(gate_B1D, x_BTD.dtype)
+        return cast(y_BTD, x_BTD.dtype), gate_B1D
 
 
 def add_gated(x_BTD: Array, branch_BTD: Array, gate_B1D: Array | None) -> Array:
-    """Residual addition of a branch, gated where its norm gave a gate."""
-    return x_BTD + branch_BTD if gate_B1D is None else x_BTD + branch_BTD * gate_B1D
+    """Residual addition of a branch; where its norm gave a gate, gated, in at least float32."""
+    return x_BTD + branch_BTD if gate_B1D is None else cast(promote(x_BTD) + promote(branch_BTD) * gate_B1D, x_BTD.dtype)
 
 
 def gelu(x: Array) -> Array:
