@@ -1,4 +1,4 @@
-"""README and docs are true: every path they name exists, and their Python runs."""
+"""README and docs are true: every path they name exists (my_arm and the like are the reader's), and their Python runs."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PATH = re.compile(r"(?<![\w/.])((?:pi05|parity|tests|scripts|configs|docs|data|j
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_that_is_named_exists(page: Path) -> None:
-    named = {path.rstrip(".") for path in PATH.findall(page.read_text())}
+    named = {path.rstrip(".") for path in PATH.findall(page.read_text()) if "my_" not in path}
     assert not [path for path in sorted(named) if not (ROOT / path).exists() and not (ROOT / "pi05" / path).exists()]
 
 
