@@ -63,13 +63,15 @@ def _scene(name: str, doubt: str, *, spec: ModelSpec | None = None, sharpness: f
     return Scene(name, spec, _params(spec, sharpness), batch, make_draws(spec, SEED, 0, np.arange(batch_size)), doubt)
 
 
+_WHOLE = {"missing_cameras": False, "padded_text": False, "padded_actions": False}
+
+
 def _ragged() -> Scene:
     return _scene("ragged", "masks and positions: each sample lacks another camera, prompts and chunks end early")
 
 
 def _all_valid() -> Scene:
-    whole = {"missing_cameras": False, "padded_text": False, "padded_actions": False}
-    return _scene("all_valid", "the plain case, as a benchmark would run it", **whole)
+    return _scene("all_valid", "the plain case, as a benchmark would run it", **_WHOLE)
 
 
 def _peaky() -> Scene:
@@ -78,7 +80,9 @@ def _peaky() -> Scene:
 
 def _far() -> Scene:
     spec = ModelSpec.tiny().replace(vision__image_size=224, vision__depth=2, max_token_len=200)
-    return _scene("far", "rotary embedding beyond distance 512: the published sequence lengths, 3 x 256 + 200 tokens", spec=spec, batch_size=2, token_len=200)
+    return _scene(
+        "far", "rotary embedding beyond distance 512: the published sequence lengths, 3 x 256 + 200 tokens", spec=spec, batch_size=1, token_len=200, **_WHOLE
+    )
 
 
 SCENES: dict[str, Callable[[], Scene]] = {"ragged": _ragged, "all_valid": _all_valid, "peaky": _peaky, "far": _far}

@@ -64,24 +64,30 @@ class Run:
         return self.training[1]
 
 
-@functools.cache
-def plain_products() -> dict[str, str]:
-    """Compiler options for bfloat16 on the CPU.
+# float64 judges what the code means, which no optimisation may change, so it takes the fastest compilation. In bfloat16, XLA hands CPU
+# products to YNNPACK kernels, some of which accumulate in bfloat16: long sums stick at powers of two, and single elements of weight
+# gradients are off by 10 % (jaxlib 0.11.2). No accelerator does that, and it is not our arithmetic that it shows.
+COMPILER_OPTIONS: dict[str, dict[str, object]] = {
+    "float64": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    "float32": {},
+    "bfloat16": {"xla_cpu_experimental_ynn_fusion_type": ""},
+}
 
-    XLA hands CPU products to YNNPACK kernels, some of which accumulate in bfloat16: long sums stick at powers of two, and single
-    elements of weight gradients are off by 10 % (jaxlib 0.11.2). No accelerator does that, and it is not our arithmetic that it shows.
-    An XLA without this option is taken as it comes.
-    """
+
+@functools.cache
+def compiler_options(dtype: str) -> dict[str, object]:
+    """Those of COMPILER_OPTIONS that the installed XLA knows; one that lacks an option is taken as it comes."""
     import jax
 
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    try:
-        jax.jit(lambda x: x, compiler_options=options)(0.0)
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return {}
-    return options
+    known = {}
+    for name, value in COMPILER_OPTIONS[dtype].items():
+        try:
+            jax.jit(lambda x: x, compiler_options={name: value})(0.0)
+            known[name] = value
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+    return known
 
 
 class JaxRun(Run):
@@ -95,7 +101,7 @@ class JaxRun(Run):
 
         with jax.enable_x64(self.compute.dtype == "float64"):
             graph, state = nnx.split(make_model(self.case.spec, self.compute, self.parameters()))
-            options = plain_products() if self.compute.dtype == "bfloat16" else {}
+            options = compiler_options(self.compute.dtype)
             compiled = jax.jit(lambda state, batch, draws: function(nnx.merge(graph, state), batch, draws), compiler_options=options)
             return jax.tree.map(_from_jax, compiled(state, from_numpy(self.case.batch), from_numpy(self.case.draws)))
 

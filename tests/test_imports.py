@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "pi05"
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "torch", "torchvision", "transformers", "lerobot"}
 RANKS = {
     **dict.fromkeys(("spec", "schedule", "errors"), 0),
-    **dict.fromkeys(("params", "batch", "compare"), 1),
+    **dict.fromkeys(("params", "initial", "batch", "compare"), 1),
     **dict.fromkeys(("config", "robots", "data.images", "data.tokenizer", "data.transforms", "data.norm_stats"), 2),
     **dict.fromkeys(("data", "interop", "checkpoint", "metrics"), 3),
     **dict.fromkeys(("jax_backend", "torch_backend"), 4),

@@ -8,6 +8,7 @@ import pytest
 
 from pi05 import params
 from pi05.errors import ParamsError
+from pi05.initial import initial_params
 from pi05.spec import Compute, ModelSpec
 
 from .fact_sheet import openpi_shapes, published_from_openpi
@@ -96,7 +97,7 @@ def test_a_set_of_tensors_that_is_not_a_whole_model_is_an_error_with_both_lists(
 
 def test_initial_weights_have_the_published_distributions() -> None:
     spec = TINY.replace(trunk__mlp_dim=4000, vision__mlp_dim=3000)
-    tensors = dict(params.initial_params(spec, seed=3))
+    tensors = dict(initial_params(spec, seed=3))
     gate = tensors["trunk.layers.gate_proj.weight"]
     std = np.sqrt(1 / 96)
     assert gate.std() == pytest.approx(std, rel=0.01) and np.abs(gate).max() <= 2 * std / 0.8796 < np.abs(gate).max() * 1.001
@@ -113,7 +114,7 @@ def test_initial_weights_have_the_published_distributions() -> None:
 
 
 def test_initial_weights_depend_on_the_seed_and_differ_between_layers_and_tensors() -> None:
-    first, again, other = (dict(params.initial_params(TINY, seed)) for seed in (0, 0, 1))
+    first, again, other = (dict(initial_params(TINY, seed)) for seed in (0, 0, 1))
     drawn = [name for name, array in first.items() if array.std() > 0]
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not any(np.array_equal(first[name], other[name]) for name in drawn)
@@ -123,7 +124,7 @@ def test_initial_weights_depend_on_the_seed_and_differ_between_layers_and_tensor
 
 def test_initial_weights_are_drawn_lazily() -> None:
     """The first tensor of the full model is there at once; nobody waits for, or holds, the other 3.3 billion numbers."""
-    name, array = next(params.initial_params(FULL, 0))
+    name, array = next(initial_params(FULL, 0))
     assert name == params.TABLE[0].name and array.nbytes < 4e6
 
 
