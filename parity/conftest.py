@@ -1,31 +1,44 @@
-"""Fixtures and the table at the end of a parity session."""
+"""Fixtures and the table at the end of a parity session. Nothing here imports NumPy before `configure` has set its threads."""
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
 from .session import configure
 
-configure()
+if TYPE_CHECKING:
+    from .lab import Lab
+    from .record import Record
 
-from .lab import Lab  # noqa: E402
-from .record import Record  # noqa: E402
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--device: where both backends run; the reference and the oracles stay on the CPU."""
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the JAX and the PyTorch backend run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    configure(config.getoption("--device"))
 
 
 @pytest.fixture(scope="session")
-def lab() -> Lab:
+def lab() -> "Lab":
     """Results of every implementation, each computed once."""
+    from .lab import Lab
+
     return Lab()
 
 
 @pytest.fixture(scope="session")
-def record(request: pytest.FixtureRequest) -> Record:
+def record(request: pytest.FixtureRequest) -> "Record":
     """The checks of this session, printed at its end."""
+    from .record import Record
+
     request.config.stash[_RECORD] = Record()
     return request.config.stash[_RECORD]
 
 
-_RECORD = pytest.StashKey[Record]()
+_RECORD = pytest.StashKey["Record"]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Prints the table of worst errors."""
+    """Prints the table of worst errors, and the planted faults with the tests that caught them."""
     record = config.stash.get(_RECORD, None)
     if record and record.rows:
         terminalreporter.section("parity: worst error of each comparison")

@@ -158,6 +158,19 @@ class TorchRun(Run):
         return _to_numpy(self._call(lambda model, batch, draws: sample_actions(model, batch.observation, draws.noise, NUM_STEPS)[1]))
 
 
+def _on_the_cpu(method: Callable) -> Callable:
+    """Runs a method with torch's default device on the CPU, whatever the session's is."""
+
+    @functools.wraps(method)
+    def wrapped(self: Run) -> Any:
+        import torch
+
+        with torch.device("cpu"):
+            return method(self)
+
+    return wrapped
+
+
 class ReferenceRun(Run):
     """The reference: its forward pass in NumPy for float64; every other precision, and the gradients, through torch."""
 
@@ -170,6 +183,7 @@ class ReferenceRun(Run):
             return reference.NumpyOps(np.float64), dict(self.parameters())
         return reference.TorchOps(getattr(torch, self.compute.dtype)), {name: torch.tensor(value) for name, value in self.parameters()}
 
+    @_on_the_cpu
     def _activations(self) -> dict[str, np.ndarray]:
         from . import reference
 
@@ -177,6 +191,7 @@ class ReferenceRun(Run):
         taps = reference.forward(params, self.case.spec, self.case.batch, self.case.draws, ops=ops, **self.steps_option)
         return {name: _to_numpy(tap) for name, tap in taps.items()}
 
+    @_on_the_cpu
     def _training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         import torch
 
@@ -189,12 +204,14 @@ class ReferenceRun(Run):
         zeros = ((name, np.zeros(value.shape) if value.grad is None else _to_numpy(value.grad)) for name, value in params.items())
         return {name: _to_numpy(parts[name]) for name in ("per_sample", "per_dim")}, dict(write(zeros, self.case.spec, "torch"))
 
+    @_on_the_cpu
     def _logits(self) -> np.ndarray:
         from . import reference
 
         ops, params = self._ops()
         return _to_numpy(reference.token_logits(params, self.case.spec, self.case.batch.observation, ops=ops))
 
+    @_on_the_cpu
     def _actions(self) -> np.ndarray:
         from . import reference
 
@@ -255,5 +272,5 @@ def _from_jax(array: Any) -> np.ndarray:
 def _to_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
-    array = array.detach()
+    array = array.detach().cpu()
     return (array.float() if array.element_size() == 2 else array).numpy().copy()

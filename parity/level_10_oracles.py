@@ -158,8 +158,8 @@ def _torch_pullback(case, dtype, forward, cotangent, *, image_free=False):
     to = lambda array: torch.tensor(array, dtype=getattr(torch, dtype) if array.dtype.kind == "f" else None)  # noqa: E731
     out = forward(model, to, (layers, gemma))
     out.backward(to(cotangent))
-    named = {name: (torch.zeros_like(p) if p.grad is None else p.grad).numpy() for name, p in model.named_parameters()}
-    return out.detach().numpy(), dict(read(named, case.spec, "torch"))
+    named = {name: (torch.zeros_like(p) if p.grad is None else p.grad).cpu().numpy() for name, p in model.named_parameters()}
+    return out.detach().cpu().numpy(), dict(read(named, case.spec, "torch"))
 
 
 PULLBACKS = {"jax": _jax_pullback, "torch": _torch_pullback}

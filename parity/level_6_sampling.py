@@ -63,7 +63,7 @@ def _torch_velocities(case: object) -> tuple[np.ndarray, np.ndarray]:
         prefix, cache = sampling.encode_prefix(pi05, observation)
         cached = sampling.cached_velocity(pi05, prefix, cache, draws.noise, draws.time)
         whole, _ = pi05(observation, draws.noise, draws.time, torch.ones(draws.noise.shape[:2], dtype=torch.bool))
-    return cached.numpy(), whole.numpy()
+    return cached.cpu().numpy(), whole.cpu().numpy()
 
 
 VELOCITIES = {"jax": _jax_velocities, "torch": _torch_velocities}

@@ -379,12 +379,12 @@ class _WidenFloat32(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _isolated(dtype: Dtype) -> Iterator[None]:
-    """Runs in `dtype`; gives torch's default dtype and its global generator, which building a module uses, back as they were."""
+    """Runs in `dtype` on the CPU; gives torch's default dtype and its global generator, which building a module uses, back as they were."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
         torch.set_default_dtype(getattr(torch, dtype))
         try:
-            with _WidenFloat32() if dtype == "float64" else contextlib.nullcontext():
+            with torch.device("cpu"), _WidenFloat32() if dtype == "float64" else contextlib.nullcontext():
                 yield
         finally:
             torch.set_default_dtype(before)

@@ -127,4 +127,4 @@ def _torch(dtype: str) -> tuple:
         out = function(*inputs)
         return out, torch.autograd.grad(out, inputs, cotangent)
 
-    return layers, attention.attention, to, lambda x: x.detach().numpy(), set_params, vjp, contextlib.nullcontext
+    return layers, attention.attention, to, lambda x: x.detach().cpu().numpy(), set_params, vjp, contextlib.nullcontext
