@@ -1,0 +1,1 @@
+"""From a recorded dataset to batches: rows, images, prompts, statistics, samples, loader."""
