@@ -125,13 +125,13 @@ def check_finite(key: str, x: np.ndarray, names: tuple[str, ...], where: str = "
 class Pipeline:
     """Turns rows into samples for one robot and one model, and the model's actions back into the robot's.
 
-    normalization: "quantile" (Pi0.5) or "zscore". state_in_prompt: False leaves the state out of the prompt (openpi's pi05_libero).
+    normalization: "quantile" (Pi0.5) or "zscore". Whether the state enters the prompt is the tokenizer's choice (discrete_state).
     floor: the narrowest range of a dim, as a share of the range its Dim declares; 0 is openpi's behaviour. Dims that are widened by it are
         in `floored`, one line a dim, for the log.
     limit: largest normalised value of a real step.
 
     Raises:
-        DataError: robot, statistics and spec do not fit together.
+        DataError: robot, statistics, tokenizer and spec do not fit together.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class Pipeline:
         tokenizer: "Tokenizer",
         *,
         normalization: Normalization = "quantile",
-        state_in_prompt: bool = True,
         floor: float = FLOOR,
         limit: float = LIMIT,
     ) -> None:
         self.spec, self.robot, self.stats, self.tokenizer = spec, robot, stats, tokenizer
-        self.normalization, self.state_in_prompt, self.limit = normalization, state_in_prompt, limit
+        self.normalization, self.limit = normalization, limit
+        tokenizer.check(spec)
         self._dims = {"state": robot.state, "actions": robot.actions}
         self.slots = _slots(spec, robot)
         if len(robot.actions) > spec.action_dim:
@@ -173,7 +173,7 @@ class Pipeline:
         sample: Sample = {
             "images": np.array(images, np.uint8).reshape(len(images), edge, edge, IMAGE_CHANNELS),
             "image_mask": np.ones(len(images), bool),
-            "tokens": self.tokenizer.encode(data["prompt"], state if self.state_in_prompt else None),
+            "tokens": self.tokenizer.encode(data["prompt"], state),
             "action_dim_is_pad": np.arange(self.spec.action_dim) >= len(self.robot.actions),
         }
         if "actions" in data:

@@ -1,6 +1,6 @@
 """LIBERO (simulated Panda, operational-space control): actions are steps already, 10 Hz; columns of the dataset that openpi converted.
 
-openpi's pi05_libero was trained without the state in the prompt: Pipeline(..., state_in_prompt=False). Its client turns images by 180 degrees.
+openpi's pi05_libero was trained without the state in the prompt: load_tokenizer(..., discrete_state=False). Its client turns images by 180 degrees.
 """
 
 from pi05.robots.base import Dim, Robot
