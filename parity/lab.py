@@ -5,6 +5,7 @@ the naive implementation that ours must not be much worse than).
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -90,72 +91,67 @@ def compiler_options(dtype: str) -> dict[str, object]:
     return known
 
 
-class JaxRun(Run):
+class BackendRun(Run):
+    """A run of one of our backends: the same calls, by the same names."""
+
+    backend: str
+
+    def module(self, name: str) -> Any:
+        """The backend's module `name`."""
+        return importlib.import_module(f"pi05.{self.backend}_backend.{name}")
+
+    def call(self, function: Callable) -> Any:
+        """The value of function(model, batch, draws) in this backend, with every array in NumPy."""
+        raise NotImplementedError
+
+    def _activations(self) -> dict[str, np.ndarray]:
+        def forward(model, batch, draws):
+            x_t, _, counted = model.flow(batch, draws, **self.steps_option)
+            return model(batch.observation, x_t, draws.time, counted, capture=True)[1]
+
+        return self.call(forward)
+
+    def _training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        def train(model, batch, draws):
+            parts, gradients = self.module("step").loss_and_gradients(model, batch, draws, **self.options)
+            return dict(vars(parts)), gradients
+
+        loss, gradients = self.call(train)
+        return loss, dict(write(read(gradients, self.case.spec, self.backend), self.case.spec, "torch"))
+
+    def _logits(self) -> np.ndarray:
+        return self.call(lambda model, batch, draws: model.token_logits(batch.observation))
+
+    def _actions(self) -> np.ndarray:
+        return self.call(lambda model, batch, draws: self.module("sampling").sample_actions(model, batch.observation, draws.noise, NUM_STEPS)[1])
+
+
+class JaxRun(BackendRun):
     """The JAX backend, compiled; float64 in a scope of its own, so that everything else runs as users run it."""
 
-    def _call(self, function: Callable) -> Any:
+    backend = "jax"
+
+    def call(self, function: Callable) -> Any:
         import jax
         from flax import nnx
 
-        from pi05.jax_backend.model import from_numpy, make_model
-
+        model = self.module("model")
         with jax.enable_x64(self.compute.dtype == "float64"):
-            graph, state = nnx.split(make_model(self.case.spec, self.compute, self.parameters()))
+            graph, state = nnx.split(model.make_model(self.case.spec, self.compute, self.parameters()))
             options = compiler_options(self.compute.dtype)
             compiled = jax.jit(lambda state, batch, draws: function(nnx.merge(graph, state), batch, draws), compiler_options=options)
-            return jax.tree.map(_from_jax, compiled(state, from_numpy(self.case.batch), from_numpy(self.case.draws)))
-
-    def _activations(self) -> dict[str, np.ndarray]:
-        def forward(model, batch, draws):
-            x_t, _, counted = model.flow(batch, draws, **self.steps_option)
-            return model(batch.observation, x_t, draws.time, counted, capture=True)[1]
-
-        return self._call(forward)
-
-    def _training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        from pi05.jax_backend.step import loss_and_gradients
-
-        parts, gradients = self._call(lambda model, batch, draws: loss_and_gradients(model, batch, draws, **self.options))
-        canonical = read(gradients, self.case.spec, "jax")
-        return vars(parts), dict(write(canonical, self.case.spec, "torch"))
-
-    def _logits(self) -> np.ndarray:
-        return self._call(lambda model, batch, draws: model.token_logits(batch.observation))
-
-    def _actions(self) -> np.ndarray:
-        from pi05.jax_backend.sampling import sample_actions
-
-        return self._call(lambda model, batch, draws: sample_actions(model, batch.observation, draws.noise, NUM_STEPS)[1])
+            return jax.tree.map(_from_jax, compiled(state, model.from_numpy(self.case.batch), model.from_numpy(self.case.draws)))
 
 
-class TorchRun(Run):
+class TorchRun(BackendRun):
     """The PyTorch backend, eagerly."""
 
-    def _call(self, function: Callable) -> Any:
-        from pi05.torch_backend.model import from_numpy, make_model
+    backend = "torch"
 
-        return function(make_model(self.case.spec, self.compute, self.parameters()), from_numpy(self.case.batch), from_numpy(self.case.draws))
-
-    def _activations(self) -> dict[str, np.ndarray]:
-        def forward(model, batch, draws):
-            x_t, _, counted = model.flow(batch, draws, **self.steps_option)
-            return model(batch.observation, x_t, draws.time, counted, capture=True)[1]
-
-        return {name: _to_numpy(tap) for name, tap in self._call(forward).items()}
-
-    def _training(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        from pi05.torch_backend.step import loss_and_gradients
-
-        parts, gradients = self._call(lambda model, batch, draws: loss_and_gradients(model, batch, draws, **self.options))
-        return {name: _to_numpy(part) for name, part in vars(parts).items()}, {name: _to_numpy(gradient) for name, gradient in gradients.items()}
-
-    def _logits(self) -> np.ndarray:
-        return _to_numpy(self._call(lambda model, batch, draws: model.token_logits(batch.observation)))
-
-    def _actions(self) -> np.ndarray:
-        from pi05.torch_backend.sampling import sample_actions
-
-        return _to_numpy(self._call(lambda model, batch, draws: sample_actions(model, batch.observation, draws.noise, NUM_STEPS)[1]))
+    def call(self, function: Callable) -> Any:
+        model = self.module("model")
+        out = function(model.make_model(self.case.spec, self.compute, self.parameters()), model.from_numpy(self.case.batch), model.from_numpy(self.case.draws))
+        return _tree_to_numpy(out)
 
 
 def _on_the_cpu(method: Callable) -> Callable:
@@ -267,6 +263,13 @@ def execution_order(spec: ModelSpec) -> Iterator[tuple[str, str, int | None]]:
 def _from_jax(array: Any) -> np.ndarray:
     array = np.asarray(array)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _tree_to_numpy(tree: Any) -> Any:
+    """Tuples and dicts of tensors, with every tensor in NumPy."""
+    if isinstance(tree, dict):
+        return {name: _tree_to_numpy(part) for name, part in tree.items()}
+    return tuple(map(_tree_to_numpy, tree)) if isinstance(tree, tuple) else _to_numpy(tree)
 
 
 def _to_numpy(array: Any) -> np.ndarray:

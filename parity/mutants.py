@@ -18,7 +18,7 @@ from .lab import Lab
 from .record import Record, Row
 
 LAYERS, ATTENTION, SIGLIP, GEMMA = (f"pi05.torch_backend.{name}" for name in ("layers", "attention", "siglip", "gemma"))
-MODEL, SAMPLING, STEP = (f"pi05.torch_backend.{name}" for name in ("model", "sampling", "step"))
+MODEL, SAMPLING = (f"pi05.torch_backend.{name}" for name in ("model", "sampling"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,25 +326,11 @@ def _longer_periods(original: Callable) -> Callable:
 def _transposed_square(original: Callable) -> Callable:
     """The trunk's q is square in the published model too, so a missing transpose loads without a word."""
 
-    def to_layout(row, array, spec, layout):
-        for name, value in original(row, array, spec, layout):
-            yield name, value.T if row.name == "trunk.layers.q_proj.weight" else value
+    def write(tensors, spec, layout):
+        for name, value in original(tensors, spec, layout):
+            yield name, value.T if name.startswith("trunk.") and name.endswith("q_proj.weight") else value
 
-    return to_layout
-
-
-def _missing_gradients(_: Callable) -> Callable:
-    """Gradients of dead parameters are left out instead of zero, as torch's None would be."""
-
-    def loss_and_gradients(model, batch, draws, **options):
-        model.zero_grad()
-        parts = model.loss(batch, draws, **options)
-        parts.loss.backward()
-        return parts, {
-            name: p.grad * float("nan") if p.grad is not None and not p.grad.any() else p.grad for name, p in model.named_parameters() if p.grad is not None
-        }
-
-    return loss_and_gradients
+    return write
 
 
 def _counted_padding(x_t, u_t, counted, batch, draws):
@@ -405,7 +391,7 @@ MUTANTS = [
     Mutant("embedding scaled twice", patch(f"{LAYERS}:Embedding.forward", _embed(lambda scale: scale * scale)), ACTIVATIONS, RAGGED),
     Mutant("embedding scale in bf16", patch(f"{LAYERS}:Embedding.forward", _embed(lambda scale: 9.8125)), ACTIVATIONS, RAGGED),
     Mutant("gate and up swapped", patch(f"{GEMMA}:finish_layer", _swapped_gate_and_up), ACTIVATIONS, RAGGED),
-    Mutant("square q transposed", patch(f"{MODEL}:to_layout", _transposed_square), ACTIVATIONS, RAGGED),
+    Mutant("square q transposed", patch(f"{MODEL}:write", _transposed_square), ACTIVATIONS, RAGGED),
     Mutant("time embedding cosine first", patch(f"{MODEL}:time_embedding", _cosine_first), ACTIVATIONS, RAGGED),
     Mutant("time periods up to 10", patch(f"{LAYERS}:time_frequencies", _longer_periods), TIME, F32),
     Mutant("time angle as one float32 product", patch(f"{LAYERS}:time_embedding", _plain_time_product), TIME, F32),

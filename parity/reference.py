@@ -23,12 +23,11 @@ import functools
 import math
 import operator
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 import torch
 
-from pi05.batch import Array, Batch, Draws, Observation
+from pi05.batch import Array, Batch, Draws, LossDims, Observation, PaddedSteps
 from pi05.spec import ModelSpec
 
 EPS = 1e-6
@@ -38,8 +37,6 @@ COMPLEX_STEP = 1e-30  # its square vanishes beside 1, so the derivative has no t
 
 Params = Mapping[str, Array]
 Taps = dict[str, Array]
-PaddedSteps = Literal["ignore", "count"]
-LossDims = Literal["model", "real"]
 
 
 class NumpyOps:

@@ -5,13 +5,18 @@ Dtypes: images uint8 or float32, masks bool, tokens int32, everything else float
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from pi05.errors import BatchError
 from pi05.params import philox
 from pi05.spec import IMAGE_CHANNELS, TIME_SPAN, ModelSpec
+
+# What happens to steps behind the end of an episode: "ignore" neither attends to nor counts them, "count" does both, as openpi.
+PaddedSteps = Literal["ignore", "count"]
+# Which action dims the loss counts: all of the padded vector, as openpi, or those that the robot has.
+LossDims = Literal["model", "real"]
 
 Array = Any  # a NumPy array here, a jax.Array or torch.Tensor inside a backend
 

@@ -36,6 +36,7 @@ Layout = Literal["canonical", "jax", "torch", "openpi", "published"]
 Group = Literal["vision", "trunk", "expert", "heads"]
 
 GROUPS: tuple[Group, ...] = ("vision", "trunk", "expert", "heads")
+PACKED_SLOTS = 2  # k and v, gate and up
 MODULATION_SLOTS = ("scale", "shift", "gate")  # the order of axis m
 
 _VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model."
@@ -234,11 +235,10 @@ def axis_sizes(spec: ModelSpec, group: Group) -> dict[str, int]:
 def shape(row: Param, spec: ModelSpec, layout: Layout = "canonical") -> tuple[int, ...]:
     """Shape of a row's tensor in `layout`; of one layer's tensor where the layout keeps layers apart, of the packed tensor where it packs."""
     sizes = axis_sizes(spec, row.group)
-    slots = {token: 2 for token in "01"} | {"1 p": 1}
     out = []
     for token in _tokens(row.place(layout)[1]):
         if token.isdigit():
-            out.append(slots[token] if row.stacked else 1)
+            out.append(PACKED_SLOTS if row.stacked else 1)  # a slot of a packed tensor, or an axis of size one
         else:
             out.append(math.prod(sizes[letter] for letter in token.strip("()").split()))
     return tuple(out)

@@ -9,6 +9,7 @@ Source: Pi0.5 (Physical Intelligence 2025), PaliGemma (Beyer et al. 2024), Gemma
 """
 
 import dataclasses
+import functools
 from typing import Literal, Self
 
 import numpy as np
@@ -226,6 +227,7 @@ class Compute:
         return "float64" if self.dtype == "float64" else "float32"
 
 
+@functools.cache
 def rope_table(head_dim: int, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines of rotary embedding, float64[num_positions, head_dim / 2] each (Su et al. 2021, eq. 15).
 
@@ -237,6 +239,7 @@ def rope_table(head_dim: int, num_positions: int) -> tuple[np.ndarray, np.ndarra
     return np.cos(angle), np.sin(angle)
 
 
+@functools.cache
 def time_frequencies(width: int) -> tuple[np.ndarray, np.ndarray]:
     """Frequencies of the time embedding in turns per unit of time, float64[width / 2], as a sum (coarse, fine).
 

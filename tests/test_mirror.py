@@ -42,29 +42,10 @@ def test_both_backends_have_the_same_files() -> None:
     assert sorted(path.name for path in (PACKAGE / "torch_backend").glob("*.py")) == FILES
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in ("__init__.py", "step.py")])
+@pytest.mark.parametrize("name", [name for name in FILES if name != "__init__.py"])
 def test_both_files_have_the_same_names_parameters_defaults_and_docstrings_in_the_same_order(name: str) -> None:
     first, second = PACKAGE / "jax_backend" / name, PACKAGE / "torch_backend" / name
-    # A class of arrays differs in its errors: only JAX can lack float64.
-    docstring, parts = public_parts(first)
-    assert (docstring, drop_x64(parts)) == public_parts(second)
-
-
-def test_step_has_the_same_functions_with_the_same_parameters() -> None:
-    """step.py is functional in one backend and in place in the other, so only its first line may differ (style.md 3.3)."""
-    (_, first), (_, second) = (public_parts(PACKAGE / f"{backend}_backend" / "step.py") for backend in ("jax", "torch"))
-    assert first == second
-
-
-def drop_x64(parts: list) -> list:
-    line = "\n    SpecError: float64 is asked for without jax_enable_x64."
-    return [
-        tuple(
-            text.replace(line, "") if isinstance(text, str) else [(*s[:3], s[3] and s[3].replace(line, "")) for s in text] if isinstance(text, list) else text
-            for text in part
-        )
-        for part in parts
-    ]
+    assert public_parts(first) == public_parts(second)
 
 
 def test_the_share_of_identical_lines_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pi05.data.folder import Episodes, Folder, read_folder
+from pi05.data.folder import Episodes, Folder, number_matrix, read_folder
 from pi05.data.video import VideoReader
 from pi05.errors import DataError
 from pi05.robots.base import Robot
@@ -72,7 +72,8 @@ class Source:
         first = int(self.episodes.first_rows[episode]) + frame
         steps = min(action_horizon, int(self.episodes.lengths[episode]) - frame)
         table = self._table[first : first + steps]
-        state, actions = _matrix(table, self.columns.state)[0], _matrix(table, self.columns.action)
+        states, actions = (number_matrix(table, column, dims) for column, dims in zip(self.columns.numbers, self.dims, strict=True))
+        state = states[0]
         for column, values in zip(self.columns.numbers, (state, actions), strict=True):
             if not np.isfinite(values).all():
                 raise DataError(f"{column} is not finite here or in the action chunk. Repair the dataset or exclude the episode.")
@@ -96,7 +97,7 @@ class Source:
         """All frames of the episode at `position`, without images: state float32[n, S], action float32[n, D], task list[str], index."""
         first, length = int(self.episodes.first_rows[position]), int(self.episodes.lengths[position])
         table = self._table[first : first + length]
-        return {column: _matrix(table, column) for column in self.columns.numbers} | {
+        return {column: number_matrix(table, column, dims) for column, dims in zip(self.columns.numbers, self.dims, strict=True)} | {
             "task": [self.tasks[task] for task in table["task_index"].to_pylist()],
             "index": table["index"].to_numpy(),
             "episode_index": int(self.episodes.numbers[position]),
@@ -337,11 +338,3 @@ def _quiet(datasets: Any) -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
-
-
-def _matrix(table: Any, column: str) -> np.ndarray:
-    """A number column as float32[rows, dims]."""
-    values = table[column].combine_chunks()
-    if values.type.num_fields:  # a list a row, not a number a row
-        values = values.flatten()
-    return values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(table), -1)

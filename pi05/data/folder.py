@@ -83,6 +83,14 @@ def read_folder(root: Path, name: str) -> Folder:
     return folder
 
 
+def number_matrix(table: Any, column: str, dims: int) -> np.ndarray:
+    """A number column of a pyarrow table as float32[rows, dims]."""
+    values = table[column].combine_chunks()
+    if values.type.num_fields:  # a list a row, not a number a row
+        values = values.flatten()
+    return values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(table), dims)
+
+
 def _read_v3(root: Path, name: str, info: dict[str, Any]) -> Folder:
     import pyarrow.parquet
 

@@ -14,17 +14,17 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
-from pi05.data.folder import Folder, read_folder
+from pi05.batch import PaddedSteps
+from pi05.data.folder import Folder, number_matrix, read_folder
 from pi05.data.norm_stats import FieldStats, NormStats
 from pi05.data.transforms import check_finite, suggest
 from pi05.errors import DataError
 from pi05.robots.base import Robot
 
-PaddedSteps = Literal["ignore", "count"]
 Blocks = Callable[[], Iterable[Mapping[str, np.ndarray]]]
 
 PERCENTS = (1, 99)
@@ -255,12 +255,8 @@ def _read_table(path: Path, robot: Robot) -> tuple[np.ndarray, np.ndarray, np.nd
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} cannot be read ({error}). Copy the dataset again.") from error
 
-    def matrix(column: str, dims: int) -> np.ndarray:
-        values = table[column].combine_chunks()
-        values = values.flatten() if values.type.num_fields else values  # a list a row, not a number a row
-        return values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(table.num_rows, dims)
-
-    return matrix(columns[0], len(robot.state)), matrix(columns[1], len(robot.actions)), table["episode_index"].to_numpy()
+    state, actions = (number_matrix(table, column, len(dims)) for column, dims in zip(columns[:2], (robot.state, robot.actions), strict=True))
+    return state, actions, table["episode_index"].to_numpy()
 
 
 def _roots(dataset_root: Path | Sequence[Path]) -> list[Path]:

@@ -5,7 +5,7 @@ Dtypes: parameters float32; streams in the compute dtype; time embedding, action
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,13 @@ from einops import rearrange, repeat
 from flax import nnx
 from jax import Array
 
-from pi05.batch import Batch, Draws, LossParts, Observation
-from pi05.errors import ParamsError, SpecError
+from pi05.batch import Batch, Draws, LossDims, LossParts, Observation, PaddedSteps
+from pi05.errors import SpecError
 from pi05.jax_backend.gemma import BLOCK_TAPS, Gemma, Stream, run_layers
 from pi05.jax_backend.layers import Linear, cast, promote, rotation, time_embedding
 from pi05.jax_backend.siglip import Vision
-from pi05.params import ROWS, read, to_layout
+from pi05.params import read, write
 from pi05.spec import Compute, ModelSpec
-
-PaddedSteps = Literal["ignore", "count"]
-LossDims = Literal["model", "real"]
 
 
 class Pi05(nnx.Module):
@@ -128,26 +125,14 @@ def make_model(spec: ModelSpec, compute: Compute, tensors: Iterable[tuple[str, n
 
     Raises:
         ParamsError: a tensor is missing, unexpected or of a wrong shape.
-        SpecError: float64 is asked for without jax_enable_x64.
+        SpecError: the framework, as it is configured, does not compute in `compute.dtype`.
     """
     if compute.dtype == "float64" and not jax.config.jax_enable_x64:
         raise SpecError("compute.dtype is float64, but JAX would compute in float32: enable jax_enable_x64.")
     graph, state = nnx.split(abstract_model(spec, compute))
-    waiting = {".".join(path): variable for path, variable in nnx.to_flat_state(state)}
-    filled = {}
-    for canonical, array in tensors:
-        if canonical not in ROWS:
-            raise ParamsError(f"There is no parameter {canonical!r}.")
-        for name, value in to_layout(ROWS[canonical], array, spec, "jax"):
-            if name not in waiting:
-                raise ParamsError(f"Parameter {name} was given twice.")
-            variable = waiting.pop(name)
-            if value.shape != variable.shape:
-                raise ParamsError(f"Parameter {name} has shape {value.shape}; the model has {variable.shape}.")
-            filled[tuple(name.split("."))] = variable.replace(jnp.array(value))
-    if waiting:
-        raise ParamsError(f"{len(waiting)} parameters were not given: {', '.join(sorted(waiting)[:5])} ...")
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    empty = dict(nnx.to_flat_state(state))
+    written = ((tuple(name.split(".")), array) for name, array in write(tensors, spec, "jax"))
+    return nnx.merge(graph, nnx.from_flat_state({path: empty[path].replace(jnp.array(array)) for path, array in written}))
 
 
 def named_params(model: Pi05) -> dict[str, Array]:

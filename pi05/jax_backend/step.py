@@ -1,4 +1,4 @@
-"""One step of training, functional.
+"""One step of training.
 
 Axes: B (see spec.py).
 Dtypes: gradients have the dtype of their parameter (float32).
@@ -7,8 +7,8 @@ Dtypes: gradients have the dtype of their parameter (float32).
 from flax import nnx
 from jax import Array
 
-from pi05.batch import Batch, Draws, LossParts
-from pi05.jax_backend.model import LossDims, PaddedSteps, Pi05
+from pi05.batch import Batch, Draws, LossDims, LossParts, PaddedSteps
+from pi05.jax_backend.model import Pi05
 
 
 def loss_and_gradients(

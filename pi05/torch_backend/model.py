@@ -6,7 +6,7 @@ Dtypes: parameters float32; streams in the compute dtype; time embedding, action
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,12 @@ from einops import rearrange, repeat
 from torch import Tensor as Array
 from torch import nn
 
-from pi05.batch import Batch, Draws, LossParts, Observation
-from pi05.errors import ParamsError
-from pi05.params import ROWS, read, to_layout
+from pi05.batch import Batch, Draws, LossDims, LossParts, Observation, PaddedSteps
+from pi05.params import read, write
 from pi05.spec import Compute, ModelSpec
 from pi05.torch_backend.gemma import BLOCK_TAPS, Gemma, Stream, run_layers
 from pi05.torch_backend.layers import Linear, cast, promote, rotation, time_embedding
 from pi05.torch_backend.siglip import Vision
-
-PaddedSteps = Literal["ignore", "count"]
-LossDims = Literal["model", "real"]
 
 
 class Pi05(nn.Module):
@@ -131,23 +127,10 @@ def make_model(spec: ModelSpec, compute: Compute, tensors: Iterable[tuple[str, n
 
     Raises:
         ParamsError: a tensor is missing, unexpected or of a wrong shape.
+        SpecError: the framework, as it is configured, does not compute in `compute.dtype`.
     """
     model = abstract_model(spec, compute)
-    waiting = dict(model.named_parameters())
-    filled = {}
-    for canonical, array in tensors:
-        if canonical not in ROWS:
-            raise ParamsError(f"There is no parameter {canonical!r}.")
-        for name, value in to_layout(ROWS[canonical], array, spec, "torch"):
-            if name not in waiting:
-                raise ParamsError(f"Parameter {name} was given twice.")
-            variable = waiting.pop(name)
-            if value.shape != variable.shape:
-                raise ParamsError(f"Parameter {name} has shape {value.shape}; the model has {tuple(variable.shape)}.")
-            filled[name] = torch.tensor(value)
-    if waiting:
-        raise ParamsError(f"{len(waiting)} parameters were not given: {', '.join(sorted(waiting)[:5])} ...")
-    model.load_state_dict(filled, assign=True)
+    model.load_state_dict({name: torch.tensor(array) for name, array in write(tensors, spec, "torch")}, assign=True)
     return model
 
 

@@ -1,4 +1,4 @@
-"""One step of training, in place.
+"""One step of training.
 
 Axes: B (see spec.py).
 Dtypes: gradients have the dtype of their parameter (float32).
@@ -7,8 +7,8 @@ Dtypes: gradients have the dtype of their parameter (float32).
 import torch
 from torch import Tensor as Array
 
-from pi05.batch import Batch, Draws, LossParts
-from pi05.torch_backend.model import LossDims, PaddedSteps, Pi05, named_params
+from pi05.batch import Batch, Draws, LossDims, LossParts, PaddedSteps
+from pi05.torch_backend.model import Pi05, named_params
 
 
 def loss_and_gradients(
