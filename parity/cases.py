@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pi05.batch import Batch, Draws, make_draws, synthetic_batch
-from pi05.params import TABLE, philox, shape
+from pi05.params import philox, rows, shape
 from pi05.spec import ModelSpec
 
 SEED = 20_261_201
@@ -33,7 +33,7 @@ def warm_params(spec: ModelSpec, *, sharpness: float = 1.0) -> dict[str, np.ndar
     every query projection, so that attention is peaky instead of near-uniform.
     """
     out = {}
-    for row in TABLE:
+    for row in rows(spec):
         size, rng = shape(row, spec), philox(SEED, row.name)
         if row.axes.split()[-1] == "d" and row.name.endswith((".scale", ".bias")):
             values = 0.2 * rng.standard_normal(size) + (1.0 if row.init.kind == "ones" else 0.0)
@@ -47,6 +47,8 @@ def warm_params(spec: ModelSpec, *, sharpness: float = 1.0) -> dict[str, np.ndar
             values = rng.standard_normal(size) / np.sqrt(np.prod(size[lead : lead + fan_in]))
         if row.name.endswith("q_proj.weight"):
             values = values * sharpness
+        elif row.name.endswith(".lora_b"):
+            values = 0.3 * values  # adapters add a part to a weight, they do not drown it
         out[row.name] = values.astype(np.float32)
     return out
 

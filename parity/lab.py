@@ -151,7 +151,7 @@ class TorchRun(BackendRun):
     def call(self, function: Callable) -> Any:
         model = self.module("model")
         out = function(model.make_model(self.case.spec, self.compute, self.parameters()), model.from_numpy(self.case.batch), model.from_numpy(self.case.draws))
-        return _tree_to_numpy(out)
+        return to_numpy(out)
 
 
 def _on_the_cpu(method: Callable) -> Callable:
@@ -265,15 +265,15 @@ def _from_jax(array: Any) -> np.ndarray:
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def _tree_to_numpy(tree: Any) -> Any:
-    """Tuples and dicts of tensors, with every tensor in NumPy."""
+def to_numpy(tree: Any) -> Any:
+    """Tuples and dicts of tensors of either framework, with every tensor in NumPy, copied."""
     if isinstance(tree, dict):
-        return {name: _tree_to_numpy(part) for name, part in tree.items()}
-    return tuple(map(_tree_to_numpy, tree)) if isinstance(tree, tuple) else _to_numpy(tree)
+        return {name: to_numpy(part) for name, part in tree.items()}
+    return tuple(map(to_numpy, tree)) if isinstance(tree, tuple) else _to_numpy(tree)
 
 
 def _to_numpy(array: Any) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        return array
+    if not hasattr(array, "detach"):
+        return np.array(array)
     array = array.detach().cpu()
     return (array.float() if array.element_size() == 2 else array).numpy().copy()

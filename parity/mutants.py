@@ -15,10 +15,11 @@ from unittest import mock
 import numpy as np
 
 from .lab import Lab
+from .level_4_steps import Trained
 from .record import Record, Row
 
 LAYERS, ATTENTION, SIGLIP, GEMMA = (f"pi05.torch_backend.{name}" for name in ("layers", "attention", "siglip", "gemma"))
-MODEL, SAMPLING = (f"pi05.torch_backend.{name}" for name in ("model", "sampling"))
+MODEL, SAMPLING, OPTIMIZER, BACKEND = (f"pi05.torch_backend.{name}" for name in ("model", "sampling", "optimizer", "backend"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Mutant:
         """
         module, _, function = self.killer.partition(".")
         test, mine = getattr(importlib.import_module(f".{module}", __package__), function), Record()
-        offered = {"lab": Lab(borrow=lab, under_test=self.backend), "record": mine, "backend": self.backend} | self.arguments
+        offered = {"lab": Lab(borrow=lab, under_test=self.backend), "trained": Trained(), "record": mine, "backend": self.backend} | self.arguments
         with self.inject():
             try:
                 test(**{name: value for name, value in offered.items() if name in inspect.signature(test).parameters})
@@ -351,8 +352,37 @@ TIME = "level_1_activations.test_time_embedding_is_exact_where_the_angle_is_larg
 LARGE = "level_1_activations.test_attention_matches_the_formula_for_grouped_heads_and_large_logits"
 LEAK = "level_1_activations.test_masked_keys_leak_nothing_whatever_they_hold"
 MASKED = "level_2_model.test_content_of_masked_cameras_text_and_steps_changes_no_bit"
+WHOLE, UPDATES = "level_4_steps", "level_4_optimizer"
+CLIP, FORMULAS = f"{UPDATES}.test_clipping_has_no_hidden_epsilon", f"{UPDATES}.test_weights_moments_and_average_follow_the_formulas"
+PUBLISHED = {"steps": 100, "recipe_name": "published"}
 F32, RAGGED = {"dtype": "float32"}, {"dtype": "float32", "scene_name": "ragged"}
 JAX_GEMMA, JAX_MODEL = "pi05.jax_backend.gemma", "pi05.jax_backend.model"
+
+
+def _rule(**changes: float) -> Callable:
+    """AdamW restored with another rule."""
+
+    def make(restore: Callable) -> Callable:
+        return lambda params, recipe, *rest: restore(params, dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, **changes)), *rest)
+
+    return make
+
+
+def _unscaled_adapters(init: Callable) -> Callable:
+    def faulty(self, *sizes, **options):
+        init(self, *sizes, **options)
+        self.lora_scale = self.lora_scale and 1.0
+
+    return faulty
+
+
+def _summed_parts(accumulate: Callable) -> Callable:
+    def faulty(model, batch, draws, recipe, learned):
+        parts, gradients = accumulate(model, batch, draws, recipe, learned)
+        return parts, {name: gradient * recipe.grad_accum_steps for name, gradient in gradients.items()}
+
+    return faulty
+
 
 MUTANTS = [
     Mutant("gelu erf in Gemma", patch(f"{GEMMA}:gelu", _erf_gelu), ACTIVATIONS, RAGGED),
@@ -402,5 +432,12 @@ MUTANTS = [
     Mutant("gradient stopped at the prefix", patch(f"{MODEL}:Pi05.embed_prefix", _detached_prefix), GRADIENTS, RAGGED),
     Mutant("gradient stopped at the prefix, JAX", patch(f"{JAX_MODEL}:Pi05.embed_prefix", _jax_detached_prefix), GRADIENTS, RAGGED, "jax"),
     Mutant("NaN loss swallowed", patch(f"{MODEL}:Pi05.loss", _parts(_nan_to_num)), "level_2_model.test_a_nan_in_one_sample_reaches_that_loss_and_no_other", {}),
+    Mutant("clip with an epsilon", patch(f"{OPTIMIZER}:global_norm", lambda norm: lambda tensors: norm(tensors) + 1e-6), CLIP, {}),
+    Mutant("AdamW eps 1e-6", patch(f"{OPTIMIZER}:restore_optimizer", _rule(eps=1e-6)), FORMULAS, PUBLISHED),
+    Mutant("AdamW b2 0.999", patch(f"{OPTIMIZER}:restore_optimizer", _rule(b2=0.999)), FORMULAS, PUBLISHED),
+    Mutant("decay left out", patch(f"{OPTIMIZER}:_SMALLEST_DECAY", lambda _: np.inf), FORMULAS, {"steps": 100, "recipe_name": "no clip, decay"}),
+    Mutant("average applied twice", patch(f"{OPTIMIZER}:get_ema_multi_avg_fn", lambda make: lambda decay: make(decay**2)), FORMULAS, PUBLISHED),
+    Mutant("LoRA scale missing", patch(f"{LAYERS}:Linear.__init__", _unscaled_adapters), f"{WHOLE}.test_adapters_are_the_product_added_to_their_weight", {}),
+    Mutant("accumulated gradients summed", patch(f"{BACKEND}:accumulate_gradients", _summed_parts), f"{WHOLE}.test_accumulation_is_the_whole_batch", {}),
     Mutant("Euler time one step late", patch(f"{SAMPLING}:cached_velocity", _late_time), STEPS, RAGGED),
 ]

@@ -33,6 +33,14 @@ UNIT_LIMITS = {"float64": 1e-13, "float32": 2e-6}
 ROTARY_LIMITS = {"float64": 1e-12, "float32": 5e-7}
 # Of the time embedding: angles are exact to 2 ulp of one turn (1.5e-6 rad); a plain float32 product is off by 1e-4.
 TIME_LIMITS = {"float64": 1e-12, "float32": 2e-6}
+# Of weights, moments and average after up to 100 updates, in units of the tensor's largest value: each update rounds a few times,
+# at 6e-8. The faults this level is for change them by 1e-4 and more.
+OPTIMIZER_LIMIT = 1e-6
+# With a decay that float32 sees, torch rounds the weight twice an update (decay, then step): 1.2e-6 was seen after 100.
+DECAY_LIMIT = 2e-6
+# Of weights in units of the learning rate and of moments in units of their largest value after three whole steps: gradients agree
+# to 1e-5 (level 3), AdamW divides them by their own size, and a few steps add up. A fault in what learns is of order one.
+STEPS_LIMIT = 1e-3
 
 
 def judge(level: str, name: str, got: np.ndarray, truth: np.ndarray, dtype: str, naive: np.ndarray | None = None) -> Check:

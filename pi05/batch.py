@@ -5,7 +5,7 @@ Dtypes: images uint8 or float32, masks bool, tokens int32, everything else float
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from pi05.spec import IMAGE_CHANNELS, TIME_SPAN, ModelSpec
 PaddedSteps = Literal["ignore", "count"]
 # Which action dims the loss counts: all of the padded vector, as openpi, or those that the robot has.
 LossDims = Literal["model", "real"]
+# Axes of the fields of AugmentDraws behind [B, C].
+AUGMENT_AXES = {"affine": (2, 3), "hsv": (3,), "colour": (3,)}
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in the grey that saturation mixes with (ITU-R BT.601)
 
 Array = Any  # a NumPy array here, a jax.Array or torch.Tensor inside a backend
 
@@ -112,14 +115,61 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
+class AugmentDraws:
+    """How each image is changed before the model sees it, in this order; pixels are meant in [0, 1]. See the backends' augment.py.
+
+    affine: float32[B, C, 2, 3], pixels; where an output pixel is read: (row, column) of the input = affine (row, column, 1) of the
+        output, counted from the centre of the first pixel.
+    hsv: float32[B, C, 3], changes of value and hue: brightness in [-1, 1] towards black or white, 0 is none; slope > 0 of the tone curve at
+        its middle, 1 is none; turn of the hue in turns, 0 is none.
+    colour: float32[B, C, 3], factors >= 0 of brightness, of contrast around mid-grey and of saturation; 1 is none.
+    """
+
+    affine: Array
+    hsv: Array
+    colour: Array
+
+    @classmethod
+    def identity(cls, batch_size: int, cameras: int) -> Self:
+        """Draws that change no pixel."""
+        single = (np.eye(2, 3, dtype=np.float32), np.array([0, 1, 0], np.float32), np.ones(3, np.float32))
+        return cls(*(np.broadcast_to(value, (batch_size, cameras, *value.shape)).copy() for value in single))
+
+    def where(self, chosen: np.ndarray, other: Self) -> Self:
+        """These draws for the `chosen` images, bool[B, C] or broadcast to it, and `other` for the rest."""
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(self))
+        return type(self)(*(np.where(chosen.reshape(chosen.shape + (1,) * (mine.ndim - 2)), mine, its) for mine, its in pairs))
+
+    def validate(self, spec: ModelSpec, batch_size: int) -> None:
+        """Checks shapes, dtypes and ranges.
+
+        Raises:
+            BatchError: names the field, what it is and what it must be.
+        """
+        arrays = {f"augment.{name}": (getattr(self, name), axes) for name, axes in AUGMENT_AXES.items()}
+        _check_arrays({name: array for name, (array, _) in arrays.items()})
+        cameras = self.affine.shape[1] if self.affine.ndim == 4 else "C"
+        for name, (array, axes) in arrays.items():
+            _check_shape(name, array, (batch_size, cameras, *axes), f"[B, C, {', '.join(map(str, axes))}]")
+            _check_dtype(name, array, ("float32",))
+            _check_finite(name, array)
+        if cameras > len(spec.cameras):
+            raise BatchError(f"augment holds {cameras} cameras; the spec has the slots {spec.cameras}.")
+        if not (np.abs(self.hsv[..., 0]) <= 1).all() or not (self.hsv[..., 1] > 0).all() or not (self.colour >= 0).all():
+            raise BatchError("augment.hsv or augment.colour is out of range: brightness must lie in [-1, 1], slopes be positive, factors not negative.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Draws:
     """Every random number of one training step.
 
     noise: float32[B, A, M], standard normal. time: float32[B] in (0, 1]; 1 is pure noise.
+    augment: changes of the images of a training batch; None: the images as they are.
     """
 
     noise: Array
     time: Array
+    augment: AugmentDraws | None = None
 
     def validate(self, spec: ModelSpec, batch_size: int) -> None:
         """Checks shapes, dtypes and ranges.
@@ -135,6 +185,8 @@ class Draws:
         _check_finite("noise", self.noise)
         if not ((self.time > 0) & (self.time <= 1)).all():
             raise BatchError(f"time runs from {self.time.min()} to {self.time.max()}; it must lie in (0, 1].")
+        if self.augment is not None:
+            self.augment.validate(spec, batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,18 +211,25 @@ def make_draws(spec: ModelSpec, seed: int, epoch: int, positions: np.ndarray) ->
     """Draws for the samples at `positions` (int[B]) of the order of `epoch`.
 
     Each sample has its own Philox key, so its numbers depend neither on the batch it is in nor on workers, devices or backend.
-    Built from raw generator words (not NumPy's distributions, whose streams may change between releases): normals by
-    Box and Muller (1958) in float64; time = 0.999 Beta(1.5, 1) + 0.001 by the inverse u^(2/3) (openpi's schedule).
+    Normals by Box and Muller (1958) in float64; time = 0.999 Beta(1.5, 1) + 0.001 by the inverse u^(2/3) (openpi's schedule).
     """
     size = spec.action_horizon * spec.action_dim
     noise, time = np.empty((len(positions), size), np.float32), np.empty(len(positions), np.float32)
     for i, position in enumerate(positions):
-        words = philox(seed, "draws", epoch, int(position)).bit_generator.random_raw(size + size % 2 + 1)
-        uniform = (words >> np.uint64(11)) * 2.0**-53
+        uniform = uniforms(size + size % 2 + 1, seed, "draws", epoch, int(position))
         time[i] = TIME_SPAN * uniform[0] ** (2.0 / 3.0) + (1.0 - TIME_SPAN)
         radius, angle = np.sqrt(-2.0 * np.log1p(-uniform[1::2])), 2.0 * np.pi * uniform[2::2]
         noise[i] = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
     return Draws(noise=noise.reshape(-1, spec.action_horizon, spec.action_dim), time=time)
+
+
+def uniforms(size: int, seed: int, stream: str, *counters: int) -> np.ndarray:
+    """float64[size] in [0, 1) of the Philox key (seed, stream, counters).
+
+    Built from raw generator words, not NumPy's distributions, whose streams may change between releases.
+    """
+    words = philox(seed, stream, *counters).bit_generator.random_raw(size)
+    return (words >> np.uint64(11)) * 2.0**-53
 
 
 def synthetic_batch(

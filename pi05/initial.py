@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pi05.params import TABLE, Param, axis_sizes, philox, shape
+from pi05.params import Param, axis_sizes, philox, rows, shape
 from pi05.spec import ModelSpec
 
 
@@ -15,7 +15,7 @@ def initial_params(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray
     The distributions are openpi's. Each layer of each tensor has its own Philox key from (seed, name, layer), so the numbers
     depend neither on the order of tensors nor on the backend. At the start the image projection and every adaRMS modulation are zero.
     """
-    for row in TABLE:
+    for row in rows(spec):
         if row.stacked:
             whole = np.empty(shape(row, spec), np.float32)
             for layer in range(whole.shape[0]):

@@ -16,14 +16,14 @@ packed tensor; `1` is an axis of size one; a name with `{l}` means one tensor a 
 
 Letters: l layer | d width of the tower | e width of the trunk | c width of the conditioning | n heads | k key/value heads | h head dim
     f mlp dim | v vocabulary | p patches | i, j row and column inside a patch | r colour channel | m modulation (scale, shift, gate)
-    a action dim
+    a action dim | t rank of a low-rank adapter
 """
 
 import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -68,6 +68,7 @@ class Param:
     axes: letters of the canonical array. jax, torch: patterns of the two backends.
     openpi: path and pattern in openpi's tree. published: name and pattern in the published PyTorch files.
     init: initial distribution. group: what is trained or frozen together. lora: whether low-rank adapters may be attached.
+    adapter: whether it is one; such rows exist only where the spec gives their group adapters.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Param:
     openpi: tuple[str, str]
     published: tuple[str, str]
     lora: bool = False
+    adapter: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -90,7 +92,13 @@ class Param:
         return self.name.replace(".layers.", ".layers.{l}.") if self.stacked else self.name
 
     def place(self, layout: Layout) -> tuple[str, str]:
-        """Name and pattern of this tensor in `layout`."""
+        """Name and pattern of this tensor in `layout`.
+
+        Raises:
+            ParamsError: an adapter has no place in openpi's tree, whose adapters are cut in another way.
+        """
+        if self.adapter and layout == "openpi":
+            raise ParamsError(f"{self.name} has no place in openpi's layout: merge the adapters first.")
         places = {
             "canonical": (self.name, self.axes),
             "jax": (self.name, self.jax),
@@ -130,7 +138,7 @@ def _vision_rows() -> Iterator[Param]:
     for letter, word in zip("qkv", ("query", "key", "value"), strict=True):
         yield Param(
             f"vision.layers.{letter}_proj.weight", "l d n h", square, "vision", "l d (n h)", "(n h) d",
-            (f"{attention}/{word}/kernel", "l d n h"), (f"{layer}self_attn.{letter}_proj.weight", "(n h) d"),
+            (f"{attention}/{word}/kernel", "l d n h"), (f"{layer}self_attn.{letter}_proj.weight", "(n h) d"), lora=True,
         )  # fmt: skip
         yield Param(
             f"vision.layers.{letter}_proj.bias", "l n h", Init("zeros"), "vision", "l (n h)", "(n h)",
@@ -138,7 +146,7 @@ def _vision_rows() -> Iterator[Param]:
         )  # fmt: skip
     yield Param(
         "vision.layers.o_proj.weight", "l n h d", Init("xavier_uniform", fan_in="n h", fan_out="d"), "vision", "l (n h) d", "d (n h)",
-        (f"{attention}/out/kernel", "l n h d"), (f"{layer}self_attn.out_proj.weight", "d (n h)"),
+        (f"{attention}/out/kernel", "l n h d"), (f"{layer}self_attn.out_proj.weight", "d (n h)"), lora=True,
     )  # fmt: skip
     yield Param(
         "vision.layers.o_proj.bias", "l d", Init("zeros"), "vision", "l d", "d",
@@ -149,7 +157,7 @@ def _vision_rows() -> Iterator[Param]:
         yield Param(
             f"vision.layers.{name}.weight", f"l {fan_in} {fan_out}", Init("xavier_uniform", fan_in=fan_in, fan_out=fan_out), "vision",
             f"l {fan_in} {fan_out}", f"{fan_out} {fan_in}",
-            (f"{block}/MlpBlock_0/Dense_{i}/kernel", f"l {fan_in} {fan_out}"), (f"{layer}mlp.fc{i + 1}.weight", f"{fan_out} {fan_in}"),
+            (f"{block}/MlpBlock_0/Dense_{i}/kernel", f"l {fan_in} {fan_out}"), (f"{layer}mlp.fc{i + 1}.weight", f"{fan_out} {fan_in}"), lora=True,
         )  # fmt: skip
         yield Param(
             f"vision.layers.{name}.bias", f"l {fan_out}", Init("normal", std=1e-6), "vision", f"l {fan_out}", fan_out,
@@ -213,13 +221,37 @@ def _head_rows() -> Iterator[Param]:
         yield Param(f"{name}.bias", fan_out, Init("zeros"), "heads", fan_out, fan_out, (f"{name}/bias", fan_out), (f"{name}.bias", fan_out))
 
 
+def _tokens(pattern: str) -> list[str]:
+    return re.findall(r"\([^)]*\)|\S+", pattern)
+
+
+def _adapter_rows(row: Param) -> Iterator[Param]:
+    """The two low-rank factors of one weight; B starts at zero, so that adapters begin by changing nothing."""
+    fan_in, fan_out = (token.strip("()") for token in _tokens(row.jax)[1:])
+    grouped_in, grouped_out = _tokens(row.jax)[1:]
+    stem, published = row.name.removesuffix(".weight"), row.published[0].removesuffix(".weight")
+    for factor, axes, init, jax, torch in (
+        ("lora_a", f"l {fan_in} t", Init("lecun_normal", fan_in=fan_in), f"l {grouped_in} t", f"t {grouped_in}"),
+        ("lora_b", f"l t {fan_out}", Init("zeros"), f"l t {grouped_out}", f"{grouped_out} t"),
+    ):
+        target = f"{published}.{factor[:-1]}{factor[-1].upper()}.weight"
+        yield Param(f"{stem}.{factor}", axes, init, row.group, jax, torch, ("", ""), (target, torch), adapter=True)
+
+
 TABLE: tuple[Param, ...] = (
     *_vision_rows(),
     *_gemma_rows("trunk", _TRUNK, "", adaptive=False),
     *_gemma_rows("expert", _EXPERT, "_1", adaptive=True),
     *_head_rows(),
 )
-ROWS: dict[str, Param] = {row.name: row for row in TABLE}
+_ADAPTERS: dict[str, tuple[Param, ...]] = {row.name: tuple(_adapter_rows(row)) for row in TABLE if row.lora}
+ROWS: dict[str, Param] = {row.name: row for base in TABLE for row in (base, *_ADAPTERS.get(base.name, ()))}
+
+
+def rows(spec: ModelSpec, names: Container[str] | None = None) -> tuple[Param, ...]:
+    """The rows that `spec` has: the table's, and behind each weight its adapters where its group has some; of these the ones in `names`."""
+    present = (row for row in ROWS.values() if not row.adapter or spec.lora(row.group) is not None)
+    return tuple(row for row in present if names is None or row.name in names)
 
 
 def axis_sizes(spec: ModelSpec, group: Group) -> dict[str, int]:
@@ -227,6 +259,8 @@ def axis_sizes(spec: ModelSpec, group: Group) -> dict[str, int]:
     vision, patch = spec.vision, spec.vision.patch_size
     own = {"vision": vision, "trunk": spec.trunk, "expert": spec.expert, "heads": spec.expert}[group]
     sizes = {"l": own.depth, "d": own.width, "n": own.num_heads, "h": own.head_dim, "f": own.mlp_dim, "e": spec.trunk.width, "c": spec.expert.width}
+    lora = spec.lora(group)
+    sizes |= {} if lora is None else {"t": lora.rank}
     if group == "vision":
         return sizes | {"p": vision.num_patches, "i": patch, "j": patch, "r": IMAGE_CHANNELS}
     return sizes | {"k": spec.trunk.num_kv_heads, "v": spec.vocab_size, "m": len(MODULATION_SLOTS), "a": spec.action_dim}
@@ -244,10 +278,10 @@ def shape(row: Param, spec: ModelSpec, layout: Layout = "canonical") -> tuple[in
     return tuple(out)
 
 
-def shapes(spec: ModelSpec, layout: Layout = "canonical") -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model in `layout`."""
+def shapes(spec: ModelSpec, layout: Layout = "canonical", names: Container[str] | None = None) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model in `layout`; with `names`, of these canonical tensors only."""
     out = {}
-    for row in TABLE:
+    for row in rows(spec, names):
         for name in _names(row, spec, layout):
             out[name] = shape(row, spec, layout)
     return out
@@ -255,12 +289,12 @@ def shapes(spec: ModelSpec, layout: Layout = "canonical") -> dict[str, tuple[int
 
 def count(spec: ModelSpec) -> int:
     """Number of parameters."""
-    return sum(math.prod(shape(row, spec)) for row in TABLE)
+    return sum(math.prod(shape(row, spec)) for row in rows(spec))
 
 
 def groups(spec: ModelSpec) -> dict[Group, int]:
     """Number of parameters in each group."""
-    return {group: sum(math.prod(shape(row, spec)) for row in TABLE if row.group == group) for group in GROUPS}
+    return {group: sum(math.prod(shape(row, spec)) for row in rows(spec) if row.group == group) for group in GROUPS}
 
 
 def dead_params(spec: ModelSpec) -> dict[str, str]:
@@ -287,8 +321,10 @@ def to_layout(row: Param, array: np.ndarray, spec: ModelSpec, layout: Layout) ->
         yield name, rearrange(source, f"{axes} -> {pattern}")
 
 
-def write(tensors: Iterable[tuple[str, np.ndarray]], spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, np.ndarray]]:
+def write(tensors: Iterable[tuple[str, np.ndarray]], spec: ModelSpec, layout: Layout, names: Container[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, array) of every tensor in `layout` from (name, array) of canonical tensors, one at a time.
+
+    names: the canonical tensors that are given; None means all of a model.
 
     A packed tensor is held until its last slot has arrived, so memory stays at one tensor above the input.
 
@@ -312,17 +348,20 @@ def write(tensors: Iterable[tuple[str, np.ndarray]], spec: ModelSpec, layout: La
                 yield target, whole
             else:
                 waiting[target] = whole, filled + 1
-    if missing := [row.name for row in TABLE if row.name not in seen]:
-        raise ParamsError(f"{len(missing)} of {len(TABLE)} tensors were not given: {_listed(missing)}.")
+    wanted = rows(spec, names)
+    if missing := [row.name for row in wanted if row.name not in seen]:
+        raise ParamsError(f"{len(missing)} of {len(wanted)} tensors were not given: {_listed(missing)}.")
 
 
-def read(tensors: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, np.ndarray]]:
+def read(tensors: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout, names: Container[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (canonical name, canonical array) of every row from the tensors of a model in `layout`.
+
+    names: the canonical tensors that are there; None means all of a model.
 
     Raises:
         ParamsError: names that are missing or that no row reads, or a tensor of a wrong shape; checked before the first tensor.
     """
-    expected = shapes(spec, layout)
+    expected = shapes(spec, layout, names)
     missing, unread = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unread:
         raise ParamsError(
@@ -332,7 +371,7 @@ def read(tensors: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) -> 
     for name, wanted in expected.items():
         if tuple(tensors[name].shape) != wanted:
             raise ParamsError(f"{layout} tensor {name} has shape {tuple(tensors[name].shape)}; the spec says {wanted}.")
-    for row in TABLE:
+    for row in rows(spec, names):
         sizes, (name, pattern) = axis_sizes(spec, row.group), row.place(layout)
         if _splits_layers(row, layout):
             parts = [rearrange(tensors[part], f"{pattern} -> {row.axes[2:]}", **_used(sizes, row.axes[2:])) for part in _names(row, spec, layout)]
@@ -347,10 +386,6 @@ def philox(seed: int, stream: str, *counters: int) -> np.random.Generator:
     """A generator keyed by (seed, stream, counters); independent of any other key and of any global state."""
     digest = hashlib.sha256(repr((int(seed), stream, tuple(int(c) for c in counters))).encode()).digest()
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], np.uint64)))
-
-
-def _tokens(pattern: str) -> list[str]:
-    return re.findall(r"\([^)]*\)|\S+", pattern)
 
 
 def _splits_layers(row: Param, layout: Layout) -> bool:
@@ -377,7 +412,7 @@ def _used(sizes: dict[str, int], axes: str) -> dict[str, int]:
 
 
 def _row(name: str, array: np.ndarray, spec: ModelSpec, seen: set[str]) -> Param:
-    if name not in ROWS:
+    if name not in ROWS or (ROWS[name].adapter and spec.lora(ROWS[name].group) is None):
         raise ParamsError(f"There is no parameter {name!r}.")
     if name in seen:
         raise ParamsError(f"Parameter {name} was given twice.")

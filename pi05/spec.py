@@ -9,6 +9,7 @@ Source: Pi0.5 (Physical Intelligence 2025), PaliGemma (Beyer et al. 2024), Gemma
 """
 
 import dataclasses
+import difflib
 import functools
 from typing import Literal, Self
 
@@ -25,11 +26,31 @@ TIME_SPAN = 0.999  # training times are TIME_SPAN * Beta(1.5, 1) + (1 - TIME_SPA
 
 
 @dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of every matrix of a transformer (Hu et al. 2022): y = x W + (alpha / rank) (x A) B, A [in, rank], B [rank, out]."""
+
+    rank: int
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise SpecError(f"lora.rank is {self.rank!r}; it must be a positive integer.")
+        if not self.alpha > 0:
+            raise SpecError(f"lora.alpha is {self.alpha!r}; it must be positive.")
+
+    @property
+    def scale(self) -> float:
+        """What the product of the adapters is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
 class VisionSpec:
     """SigLIP vision transformer and its projection to the trunk's width.
 
     width, depth, mlp_dim, num_heads: sizes of the transformer; head_dim follows.
     patch_size, image_size: pixels along one edge of a square patch and of a square image.
+    lora: adapters, or None for none.
     """
 
     width: int
@@ -38,6 +59,7 @@ class VisionSpec:
     num_heads: int
     patch_size: int
     image_size: int
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, "vision")
@@ -61,7 +83,7 @@ class VisionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GemmaSpec:
-    """One of the two Gemma transformers (trunk or action expert)."""
+    """One of the two Gemma transformers (trunk or action expert). lora: adapters, or None for none."""
 
     width: int
     depth: int
@@ -69,6 +91,7 @@ class GemmaSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, "gemma")
@@ -150,7 +173,9 @@ class ModelSpec:
         """
         presets = {"pi05": cls.pi05, "tiny": cls.tiny}
         if name not in presets:
-            raise SpecError(f"There is no model preset {name!r}; there are {', '.join(sorted(presets))}.")
+            near = difflib.get_close_matches(name, presets, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise SpecError(f"There is no model preset {name!r}; there are {', '.join(sorted(presets))}.{hint}")
         return presets[name]()
 
     def replace(self, **changes: object) -> Self:
@@ -172,6 +197,10 @@ class ModelSpec:
         num_cameras = len(self.cameras) if num_cameras is None else num_cameras
         token_len = self.max_token_len if token_len is None else token_len
         return num_cameras * self.vision.num_patches + token_len
+
+    def lora(self, group: str) -> LoRA | None:
+        """The adapters of a group of parameters (see params.GROUPS), or None."""
+        return None if group == "heads" else getattr(self, group).lora
 
     @property
     def num_positions(self) -> int:
@@ -259,7 +288,7 @@ def _layer_weights(gemma: GemmaSpec) -> int:
 def _check_positive(spec: object, where: str) -> None:
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        if isinstance(value, (VisionSpec, GemmaSpec, tuple)):
+        if value is None or isinstance(value, (VisionSpec, GemmaSpec, LoRA, tuple)):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise SpecError(f"{where}.{field.name} is {value!r}; it must be a positive integer.")

@@ -11,11 +11,13 @@ PACKAGE = Path(__file__).resolve().parents[1] / "pi05"
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "torch", "torchvision", "transformers", "lerobot"}
 RANKS = {
     **dict.fromkeys(("spec", "schedule", "errors"), 0),
-    **dict.fromkeys(("params", "initial", "batch", "compare"), 1),
-    **dict.fromkeys(("config", "robots", "data.images", "data.tokenizer", "data.transforms", "data.norm_stats"), 2),
+    **dict.fromkeys(("params", "initial", "batch", "compare", "recipe", "train_state"), 1),
+    **dict.fromkeys(
+        ("backend", "config", "config_files", "config_cli", "robots", "data.images", "data.augment", "data.tokenizer", "data.transforms", "data.norm_stats"), 2
+    ),
     **dict.fromkeys(("data", "interop", "checkpoint", "metrics"), 3),
     **dict.fromkeys(("jax_backend", "torch_backend"), 4),
-    **dict.fromkeys(("backend", "evaluate", "policy", "train", "serve", "convert", "verify"), 5),
+    **dict.fromkeys(("evaluate", "policy", "train", "serve", "convert", "verify"), 5),
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

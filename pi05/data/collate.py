@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pi05.batch import Batch, Draws, Observation, make_draws
+from pi05.batch import AUGMENT_AXES, AugmentDraws, Batch, Draws, Observation, make_draws
+from pi05.data.augment import Augmentation, draw_augmentation
 from pi05.data.dataset import Dataset
 from pi05.errors import DataError, Pi05Error
 from pi05.spec import IMAGE_CHANNELS, ModelSpec
@@ -66,10 +67,21 @@ class BatchMaker:
     """Makes batches out of rows.
 
     token_len: length of the text of every batch; None: that of the longest prompt, rounded up to TOKEN_MULTIPLE.
+    augmentation: its preset. cameras: slots of the samples' images, which it depends on.
     """
 
-    def __init__(self, dataset: Dataset, pipeline: Callable[[dict[str, Any]], Sample], spec: ModelSpec, seed: int, token_len: int | None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        pipeline: Callable[[dict[str, Any]], Sample],
+        spec: ModelSpec,
+        seed: int,
+        token_len: int | None,
+        augmentation: Augmentation = "none",
+        cameras: tuple[str, ...] = (),
+    ) -> None:
         self.dataset, self.pipeline, self.spec, self.seed, self.token_len = dataset, pipeline, spec, seed, token_len
+        self.augmentation, self.cameras = augmentation, cameras
         self.token_limit = token_len or spec.max_token_len
 
     def sample(self, row: int) -> Sample:
@@ -104,6 +116,7 @@ class BatchMaker:
             ("sample_ids", "int64", (n,)),
             ("noise", "float32", (n, steps, dims)),
             ("time", "float32", (n,)),
+            *((name, "float32", (n, cameras, *axes)) for name, axes in AUGMENT_AXES.items() if self.augmentation != "none"),
             ("tokens", "int32", (n, self.token_limit)),
             ("token_mask", "bool", (n, self.token_limit)),
         ):
@@ -138,9 +151,21 @@ class BatchMaker:
         fields = self.fields(size, cameras, self._text_length(prompts))
         arrays = {name: field.view(block) for name, field in fields.items()}
         _fill_text(arrays, prompts)
-        _fill_draws(arrays, self.spec, self.seed, task)
+        self._fill_draws(arrays, task)
         _batch(arrays)[0].validate(self.spec)
         return Block(memory, fields)
+
+    def _fill_draws(self, arrays: Mapping[str, np.ndarray], task: Task) -> None:
+        for epoch in map(int, np.unique(task.epochs)):
+            here = task.epochs == epoch
+            draws = make_draws(self.spec, self.seed, epoch, task.places[here])
+            arrays["noise"][here], arrays["time"][here] = draws.noise, draws.time
+            size = self.spec.vision.image_size
+            augment = draw_augmentation(self.augmentation, self.cameras, size, seed=self.seed, epoch=epoch, positions=task.places[here])
+            if augment:
+                present = arrays["image_mask"][here]
+                for name, array in vars(augment.where(present, AugmentDraws.identity(*present.shape))).items():
+                    arrays[name][here] = array
 
     def _text_length(self, prompts: list[np.ndarray]) -> int:
         longest = max(1, *map(len, prompts))
@@ -176,14 +201,8 @@ def _fill_text(arrays: Mapping[str, np.ndarray], prompts: list[np.ndarray]) -> N
     arrays["tokens"][mask] = np.concatenate(prompts)
 
 
-def _fill_draws(arrays: Mapping[str, np.ndarray], spec: ModelSpec, seed: int, task: Task) -> None:
-    for epoch in np.unique(task.epochs):
-        here = task.epochs == epoch
-        draws = make_draws(spec, seed, int(epoch), task.places[here])
-        arrays["noise"][here], arrays["time"][here] = draws.noise, draws.time
-
-
 def _batch(arrays: Mapping[str, np.ndarray]) -> tuple[Batch, Draws]:
     observation = Observation(**{name: arrays[name] for name in ("images", "image_mask", "tokens", "token_mask")})
     rest = {name: arrays[name] for name in ("actions", "action_is_pad", "action_dim_is_pad", "sample_ids")}
-    return Batch(observation=observation, **rest), Draws(noise=arrays["noise"], time=arrays["time"])
+    augment = AugmentDraws(**{name: arrays[name] for name in AUGMENT_AXES}) if "affine" in arrays else None
+    return Batch(observation=observation, **rest), Draws(noise=arrays["noise"], time=arrays["time"], augment=augment)

@@ -32,6 +32,7 @@ from typing import Any, Self
 import numpy as np
 
 from pi05.batch import Batch, Draws
+from pi05.data.augment import Augmentation, check_preset
 from pi05.data.collate import BatchMaker, Block, Sample, Task, allocate_private, allocate_shared
 from pi05.data.dataset import Dataset
 from pi05.data.order import SampleOrder
@@ -80,6 +81,7 @@ class Loader:
             "batch_size": self._batch_size,
             "epoch_size": self._order.epoch_size,
             "dataset": self._maker.dataset.fingerprint,
+            "augmentation": self._maker.augmentation,
         }
 
     def check_state(self, saved: dict[str, int | str]) -> None:
@@ -247,6 +249,8 @@ def make_loader(
     token_len: int | None = None,
     prefetch: int = 2,
     stall_seconds: float = 120.0,
+    augmentation: Augmentation = "none",
+    cameras: tuple[str, ...] | None = None,
 ) -> Loader:
     """A loader of `dataset`'s rows through `pipeline`, in an order that follows from `seed`.
 
@@ -256,11 +260,13 @@ def make_loader(
         because all processes must agree and none knows the others' prompts. It changes no result (masked text is masked), only time.
     prefetch: batches each worker works ahead.
     stall_seconds: without any batch for so long, the loader gives up (a minute more while the workers start).
+    augmentation: preset of data/augment.py, for training only. cameras: slots of the samples' images, in order (a Pipeline's `slots`), by
+        which it knows wrist cameras; None: all of the spec's.
 
     Reads one sample before it returns, so that what is wrong with data or pipeline is known at once.
 
     Raises:
-        ConfigError: batch_size does not divide, or process_index, num_workers or token_len is out of range.
+        ConfigError: batch_size does not divide, process_index, num_workers or token_len is out of range, or cameras are not the samples'.
         DataError: that sample is bad, horizons differ, or shared memory is too small for the batches.
     """
     if batch_size < 1 or not 0 <= process_index < process_count or num_workers < 0 or prefetch < 1:
@@ -271,10 +277,15 @@ def make_loader(
         raise ConfigError(f"token_len is {token_len}; the spec allows 1 to {spec.max_token_len}.")
     if dataset.action_horizon != spec.action_horizon:
         raise DataError(f"The dataset was opened with action_horizon={dataset.action_horizon}, the model's is {spec.action_horizon}.")
+    check_preset(augmentation)
     order = SampleOrder(dataset.lengths, dataset.weights, seed)
-    maker = BatchMaker(dataset, pipeline, spec, seed, spec.max_token_len if token_len is None and process_count > 1 else token_len)
+    token_len = spec.max_token_len if token_len is None and process_count > 1 else token_len
+    cameras = spec.cameras if cameras is None else cameras
+    maker = BatchMaker(dataset, pipeline, spec, seed, token_len, augmentation, cameras)
     share = batch_size // process_count
     first = maker.sample(int(order.rows(np.array([process_index * share]))[0]))
+    if augmentation != "none" and len(first["images"]) != len(cameras):
+        raise ConfigError(f"Samples have {len(first['images'])} images, cameras names the slots {cameras}: augmentation must know which they are.")
     workers = None
     if num_workers:
         _check_shared_memory(maker.block_size(share, len(first["images"])), num_workers * prefetch + HELD_BATCHES)

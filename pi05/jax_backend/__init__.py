@@ -2,8 +2,9 @@
 
 import jax
 
-from pi05.batch import Batch, Draws, LossParts, Observation
+from pi05.batch import AugmentDraws, Batch, Draws, LossParts, Observation
 from pi05.jax_backend.gemma import Stream
+from pi05.train_state import StepMetrics
 
-for _container in (Batch, Draws, LossParts, Observation, Stream):
+for _container in (AugmentDraws, Batch, Draws, LossParts, Observation, StepMetrics, Stream):
     jax.tree_util.register_dataclass(_container)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 from pi05.params import MODULATION_SLOTS
-from pi05.spec import NORM_EPS, rope_table, time_frequencies
+from pi05.spec import NORM_EPS, LoRA, rope_table, time_frequencies
 
 
 def cast(x: Array, dtype: Any) -> Array:
@@ -33,14 +33,19 @@ def matmul(x: Array, weight: Array) -> Array:
 
 
 class Linear(nnx.Module):
-    """x times weight, plus bias, in the dtype of x."""
+    """x times weight, plus the low-rank adapters' product if there are some, plus bias, in the dtype of x."""
 
-    def __init__(self, fan_in: int, fan_out: int, *, bias: bool = False):
+    def __init__(self, fan_in: int, fan_out: int, *, bias: bool = False, lora: LoRA | None = None):
         self.weight = nnx.Param(jnp.zeros((fan_in, fan_out), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((fan_out,), jnp.float32)) if bias else None
+        self.lora_scale = None if lora is None else lora.scale
+        self.lora_a = None if lora is None else nnx.Param(jnp.zeros((fan_in, lora.rank), jnp.float32))
+        self.lora_b = None if lora is None else nnx.Param(jnp.zeros((lora.rank, fan_out), jnp.float32))
 
     def __call__(self, x: Array) -> Array:
         y = matmul(x, cast(self.weight[...], x.dtype))
+        if self.lora_scale is not None:
+            y = y + matmul(matmul(x, cast(self.lora_a[...], x.dtype)), cast(self.lora_b[...], x.dtype)) * self.lora_scale
         # In at least float32, so that the bias's gradient, a sum over all tokens, is not accumulated in bfloat16.
         return y if self.bias is None else cast(promote(y) + promote(self.bias[...]), x.dtype)
 

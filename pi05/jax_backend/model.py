@@ -4,7 +4,8 @@ Axes: B C P T A M D V (see spec.py).
 Dtypes: parameters float32; streams in the compute dtype; time embedding, action and time projections and loss in at least float32.
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import Array
 
 from pi05.batch import Batch, Draws, LossDims, LossParts, Observation, PaddedSteps
 from pi05.errors import SpecError
+from pi05.jax_backend.augment import augment
 from pi05.jax_backend.gemma import BLOCK_TAPS, Gemma, Stream, run_layers
 from pi05.jax_backend.layers import Linear, cast, promote, rotation, time_embedding
 from pi05.jax_backend.siglip import Vision
@@ -92,12 +94,15 @@ class Pi05(nnx.Module):
         return time_B11 * noise_BAM + (1 - time_B11) * actions_BAM, noise_BAM - actions_BAM, counted_BA
 
     def loss(self, batch: Batch, draws: Draws, *, padded_steps: PaddedSteps = "ignore", loss_dims: LossDims = "model") -> LossParts:
-        """Flow-matching loss: squared error of the velocity.
+        """Flow-matching loss: squared error of the velocity, on images augmented as the draws say.
 
         padded_steps: see `flow`. loss_dims: "model" counts every dim of the padded action vector, as openpi; "real" the robot's own.
         """
         x_t_BAM, u_t_BAM, counted_BA = self.flow(batch, draws, padded_steps=padded_steps)
-        v_t_BAM, _ = self(batch.observation, x_t_BAM, draws.time, counted_BA)
+        observation = batch.observation
+        if draws.augment is not None:
+            observation = dataclasses.replace(observation, images=augment(observation.images, draws.augment, jnp.dtype(self.compute.full_dtype)))
+        v_t_BAM, _ = self(observation, x_t_BAM, draws.time, counted_BA)
         counted_BM = {"real": ~batch.action_dim_is_pad, "model": jnp.ones_like(batch.action_dim_is_pad)}[loss_dims]
         weight_BAM = cast(counted_BA[:, :, None] & counted_BM[:, None, :], v_t_BAM.dtype)
         error_BAM = weight_BAM * (v_t_BAM - u_t_BAM) ** 2
@@ -140,11 +145,21 @@ def named_params(model: Pi05) -> dict[str, Array]:
     return {".".join(path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
 
 
+def with_params(model: Pi05, params: dict[str, Array]) -> Pi05:
+    """The model on these parameters, by their name in this backend's layout; arrays are taken over, not copied. A torch model is changed in place."""
+    return nnx.merge(nnx.graphdef(model), nnx.from_flat_state({tuple(name.split(".")): nnx.Param(array) for name, array in params.items()}))
+
+
 def canonical_params(model: Pi05, spec: ModelSpec) -> dict[str, np.ndarray]:
     """The parameters as canonical NumPy arrays."""
     return dict(read({name: np.asarray(value) for name, value in named_params(model).items()}, spec, "jax"))
 
 
+def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with function(array) in place of every array; trees are tuples, dicts and dataclasses, None stays None."""
+    return jax.tree.map(function, tree)
+
+
 def from_numpy(tree: Any) -> Any:
-    """A Batch, Observation or Draws of NumPy arrays as one of this backend's arrays."""
-    return jax.tree.map(jnp.array, tree)
+    """A Batch, Observation or Draws of NumPy arrays as one of this backend's arrays, copied."""
+    return map_arrays(jnp.array, tree)

@@ -19,13 +19,13 @@ class VisionLayer(nnx.Module):
 
     def __init__(self, spec: VisionSpec):
         self.attn_norm = LayerNorm(spec.width)
-        self.q_proj = Linear(spec.width, spec.width, bias=True)
-        self.k_proj = Linear(spec.width, spec.width, bias=True)
-        self.v_proj = Linear(spec.width, spec.width, bias=True)
-        self.o_proj = Linear(spec.width, spec.width, bias=True)
+        self.q_proj = Linear(spec.width, spec.width, bias=True, lora=spec.lora)
+        self.k_proj = Linear(spec.width, spec.width, bias=True, lora=spec.lora)
+        self.v_proj = Linear(spec.width, spec.width, bias=True, lora=spec.lora)
+        self.o_proj = Linear(spec.width, spec.width, bias=True, lora=spec.lora)
         self.mlp_norm = LayerNorm(spec.width)
-        self.up_proj = Linear(spec.width, spec.mlp_dim, bias=True)
-        self.down_proj = Linear(spec.mlp_dim, spec.width, bias=True)
+        self.up_proj = Linear(spec.width, spec.mlp_dim, bias=True, lora=spec.lora)
+        self.down_proj = Linear(spec.mlp_dim, spec.width, bias=True, lora=spec.lora)
 
 
 def vision_block(layer: VisionLayer, x_BPD: Array, spec: VisionSpec, compute: Compute) -> tuple[Array, dict[str, Array]]:

@@ -23,14 +23,14 @@ class GemmaLayer(nn.Module):
         super().__init__()
         width, query_dim, kv_dim = spec.width, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.attn_norm = AdaRMSNorm(width, width) if adaptive else RMSNorm(width)
-        self.q_proj = Linear(width, query_dim)
-        self.k_proj = Linear(width, kv_dim)
-        self.v_proj = Linear(width, kv_dim)
-        self.o_proj = Linear(query_dim, width)
+        self.q_proj = Linear(width, query_dim, lora=spec.lora)
+        self.k_proj = Linear(width, kv_dim, lora=spec.lora)
+        self.v_proj = Linear(width, kv_dim, lora=spec.lora)
+        self.o_proj = Linear(query_dim, width, lora=spec.lora)
         self.mlp_norm = AdaRMSNorm(width, width) if adaptive else RMSNorm(width)
-        self.gate_proj = Linear(width, spec.mlp_dim)
-        self.up_proj = Linear(width, spec.mlp_dim)
-        self.down_proj = Linear(spec.mlp_dim, width)
+        self.gate_proj = Linear(width, spec.mlp_dim, lora=spec.lora)
+        self.up_proj = Linear(width, spec.mlp_dim, lora=spec.lora)
+        self.down_proj = Linear(spec.mlp_dim, width, lora=spec.lora)
 
 
 class Gemma(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pi05.params import MODULATION_SLOTS
-from pi05.spec import NORM_EPS, rope_table, time_frequencies
+from pi05.spec import NORM_EPS, LoRA, rope_table, time_frequencies
 
 
 def cast(x: Array, dtype: Any) -> Array:
@@ -34,15 +34,20 @@ def matmul(x: Array, weight: Array) -> Array:
 
 
 class Linear(nn.Module):
-    """x times weight, plus bias, in the dtype of x."""
+    """x times weight, plus the low-rank adapters' product if there are some, plus bias, in the dtype of x."""
 
-    def __init__(self, fan_in: int, fan_out: int, *, bias: bool = False):
+    def __init__(self, fan_in: int, fan_out: int, *, bias: bool = False, lora: LoRA | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros((fan_out, fan_in)))
         self.bias = nn.Parameter(torch.zeros((fan_out,))) if bias else None
+        self.lora_scale = None if lora is None else lora.scale
+        self.lora_a = None if lora is None else nn.Parameter(torch.zeros((lora.rank, fan_in)))
+        self.lora_b = None if lora is None else nn.Parameter(torch.zeros((fan_out, lora.rank)))
 
     def forward(self, x: Array) -> Array:
         y = matmul(x, cast(self.weight[...], x.dtype))
+        if self.lora_scale is not None:
+            y = y + matmul(matmul(x, cast(self.lora_a[...], x.dtype)), cast(self.lora_b[...], x.dtype)) * self.lora_scale
         # In at least float32, so that the bias's gradient, a sum over all tokens, is not accumulated in bfloat16.
         return y if self.bias is None else cast(promote(y) + promote(self.bias[...]), x.dtype)
 

@@ -5,7 +5,7 @@ Dtypes: parameters float32; streams in the compute dtype; time embedding, action
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import nn
 from pi05.batch import Batch, Draws, LossDims, LossParts, Observation, PaddedSteps
 from pi05.params import read, write
 from pi05.spec import Compute, ModelSpec
+from pi05.torch_backend.augment import augment
 from pi05.torch_backend.gemma import BLOCK_TAPS, Gemma, Stream, run_layers
 from pi05.torch_backend.layers import Linear, cast, promote, rotation, time_embedding
 from pi05.torch_backend.siglip import Vision
@@ -93,12 +94,15 @@ class Pi05(nn.Module):
         return time_B11 * noise_BAM + (1 - time_B11) * actions_BAM, noise_BAM - actions_BAM, counted_BA
 
     def loss(self, batch: Batch, draws: Draws, *, padded_steps: PaddedSteps = "ignore", loss_dims: LossDims = "model") -> LossParts:
-        """Flow-matching loss: squared error of the velocity.
+        """Flow-matching loss: squared error of the velocity, on images augmented as the draws say.
 
         padded_steps: see `flow`. loss_dims: "model" counts every dim of the padded action vector, as openpi; "real" the robot's own.
         """
         x_t_BAM, u_t_BAM, counted_BA = self.flow(batch, draws, padded_steps=padded_steps)
-        v_t_BAM, _ = self(batch.observation, x_t_BAM, draws.time, counted_BA)
+        observation = batch.observation
+        if draws.augment is not None:
+            observation = dataclasses.replace(observation, images=augment(observation.images, draws.augment, getattr(torch, self.compute.full_dtype)))
+        v_t_BAM, _ = self(observation, x_t_BAM, draws.time, counted_BA)
         counted_BM = {"real": ~batch.action_dim_is_pad, "model": torch.ones_like(batch.action_dim_is_pad)}[loss_dims]
         weight_BAM = cast(counted_BA[:, :, None] & counted_BM[:, None, :], v_t_BAM.dtype)
         error_BAM = weight_BAM * (v_t_BAM - u_t_BAM) ** 2
@@ -139,13 +143,28 @@ def named_params(model: Pi05) -> dict[str, Array]:
     return dict(model.named_parameters())
 
 
+def with_params(model: Pi05, params: dict[str, Array]) -> Pi05:
+    """The model on these parameters, by their name in this backend's layout; arrays are taken over, not copied. A torch model is changed in place."""
+    model.load_state_dict(params, assign=True)
+    return model
+
+
 def canonical_params(model: Pi05, spec: ModelSpec) -> dict[str, np.ndarray]:
     """The parameters as canonical NumPy arrays."""
     return dict(read({name: value.detach().numpy() for name, value in named_params(model).items()}, spec, "torch"))
 
 
-def from_numpy(tree: Any) -> Any:
-    """A Batch, Observation or Draws of NumPy arrays as one of this backend's arrays."""
+def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with function(array) in place of every array; trees are tuples, dicts and dataclasses, None stays None."""
     if dataclasses.is_dataclass(tree):
-        return dataclasses.replace(tree, **{field.name: from_numpy(getattr(tree, field.name)) for field in dataclasses.fields(tree)})
-    return torch.tensor(tree)
+        return dataclasses.replace(tree, **{field.name: map_arrays(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)})
+    if isinstance(tree, dict):
+        return {name: map_arrays(function, part) for name, part in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(map_arrays(function, part) for part in tree)
+    return None if tree is None else function(tree)
+
+
+def from_numpy(tree: Any) -> Any:
+    """A Batch, Observation or Draws of NumPy arrays as one of this backend's arrays, copied."""
+    return map_arrays(torch.tensor, tree)
