@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pi05.compare import execution_order
 from pi05.params import read, write
-from pi05.spec import Compute, ModelSpec
+from pi05.spec import Compute
 
 from .cases import Scene, scene
 
@@ -238,26 +239,6 @@ class Lab:
     def truth(self, scene_name: str) -> Run:
         """The reference in float64."""
         return self.results("reference", "float64", scene_name)
-
-
-def execution_order(spec: ModelSpec) -> Iterator[tuple[str, str, int | None]]:
-    """Activations in the order in which a forward pass makes them: name, name of the stacked array it is in, and its layer there."""
-
-    def layers(tower: str, layer: int, parts: tuple[str, ...]) -> Iterator[tuple[str, str, int]]:
-        return ((f"{tower}.layers.{layer}.{part}", f"{tower}.layers.{part}", layer) for part in parts)
-
-    yield "vision.embedded", "vision.embedded", None
-    for layer in range(spec.vision.depth):
-        yield from layers("vision", layer, ("attn", "out"))
-    for name in ("vision.tokens", "prefix.embedded", "prefix.valid", "prefix.positions"):
-        yield name, name, None
-    for name in ("time.embedding", "time.cond", "suffix.embedded", "suffix.positions"):
-        yield name, name, None
-    for layer in range(spec.trunk.depth):
-        for tower in ("trunk", "expert"):
-            yield from layers(tower, layer, ("q", "k", "v", "attn", "out"))
-    for name in ("trunk.final", "expert.final", "velocity"):
-        yield name, name, None
 
 
 def _from_jax(array: Any) -> np.ndarray:

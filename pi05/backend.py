@@ -36,6 +36,9 @@ class Backend(Protocol):
     def init_state(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Any:
         """The state at step 0 from (canonical name, float32 array) weights, taken one at a time."""
 
+    def init_policy(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Any:
+        """A state to act with and evaluate only: these weights, no moments and no average; train_step and export_state refuse it."""
+
     def train_step(self, state: Any, batch: Batch, draws: Draws, lr: float, *, norms: bool = False) -> tuple[Any, StepMetrics]:
         """One step of the recipe at learning rate `lr`; uses up `state`. norms: also the parameters' norm."""
 

@@ -5,9 +5,11 @@ a shape mismatch or a non-finite value is an infinite error, never a skipped ele
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+
+from pi05.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,26 @@ def ulp(dtype: str) -> float:
 def first_failure(checks: Iterable[Check]) -> Check | None:
     """The first failed check of a sequence in execution order: where to look, when everything behind it fails too."""
     return next((check for check in checks if not check.passed), None)
+
+
+def execution_order(spec: ModelSpec) -> Iterator[tuple[str, str, int | None]]:
+    """Activations in the order in which a forward pass makes them: name, name of the stacked array it is in, and its layer there."""
+
+    def layers(tower: str, layer: int, parts: tuple[str, ...]) -> Iterator[tuple[str, str, int]]:
+        return ((f"{tower}.layers.{layer}.{part}", f"{tower}.layers.{part}", layer) for part in parts)
+
+    yield "vision.embedded", "vision.embedded", None
+    for layer in range(spec.vision.depth):
+        yield from layers("vision", layer, ("attn", "out"))
+    for name in ("vision.tokens", "prefix.embedded", "prefix.valid", "prefix.positions"):
+        yield name, name, None
+    for name in ("time.embedding", "time.cond", "suffix.embedded", "suffix.positions"):
+        yield name, name, None
+    for layer in range(spec.trunk.depth):
+        for tower in ("trunk", "expert"):
+            yield from layers(tower, layer, ("q", "k", "v", "attn", "out"))
+    for name in ("trunk.final", "expert.final", "velocity"):
+        yield name, name, None
 
 
 def _comparable(got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:

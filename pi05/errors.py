@@ -23,3 +23,11 @@ class DataError(Pi05Error):
 
 class ConfigError(Pi05Error):
     """A configuration that is unknown, contradicts itself or asks for what a backend cannot do."""
+
+
+class CheckpointError(Pi05Error):
+    """A checkpoint that is not there, not whole, or not what it is taken for."""
+
+
+class NonFiniteLoss(Pi05Error):
+    """A run that was stopped because its loss or gradient was not finite; the text says how to replay the step."""

@@ -1,7 +1,7 @@
 """Initial weights of a model, from the distributions in the parameter table."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
@@ -9,13 +9,13 @@ from pi05.params import Param, axis_sizes, philox, rows, shape
 from pi05.spec import ModelSpec
 
 
-def initial_params(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (canonical name, float32 array) of a freshly initialised model, tensor by tensor.
+def initial_params(spec: ModelSpec, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (canonical name, float32 array) of a freshly initialised model, tensor by tensor; with `names`, of these only.
 
     The distributions are openpi's. Each layer of each tensor has its own Philox key from (seed, name, layer), so the numbers
     depend neither on the order of tensors nor on the backend. At the start the image projection and every adaRMS modulation are zero.
     """
-    for row in rows(spec):
+    for row in rows(spec, names):
         if row.stacked:
             whole = np.empty(shape(row, spec), np.float32)
             for layer in range(whole.shape[0]):

@@ -18,7 +18,7 @@ import rich.table
 
 from pi05.data.measure import PaddedSteps, compute_norm_stats
 from pi05.data.norm_stats import FieldStats
-from pi05.data.transforms import FLOOR, LIMIT, normalise
+from pi05.data.transforms import LIMIT
 from pi05.errors import Pi05Error
 from pi05.robots.base import Dim, load_robot
 
@@ -29,11 +29,8 @@ NUMBERS = ("mean", "std", "q01", "q99", "min", "max")
 
 def flags(stats: FieldStats, dims: tuple[Dim, ...]) -> list[str]:
     """What to look at, one text a dim."""
-    constant = stats.near_constant(dims)
-    floors = FLOOR * np.array([dim.high - dim.low for dim in dims])
-    farthest = np.max([np.abs(normalise(values, stats, "quantile", floors)) for values in (stats.min, stats.max)], axis=0)
     out = []
-    for still, far, low, high in zip(constant, farthest, stats.min, stats.max, strict=True):
+    for still, far, low, high in zip(stats.near_constant(dims), stats.farthest(dims), stats.min, stats.max, strict=True):
         notes = ["constant" if low == high else "hardly moves"] * bool(still)
         notes += [f"outliers: {far:.3g} normalised, limit {LIMIT:g}"] * bool(far > LIMIT)
         out.append("\n".join(notes))

@@ -11,7 +11,7 @@ from pi05.spec import Compute, GemmaSpec, ModelSpec, VisionSpec, rope_table, tim
 
 def sizes(spec: ModelSpec) -> list[int]:
     """Every size of the spec that is free: trunk and expert share depth, heads and head dim."""
-    own = [v for part in (spec.vision, spec.trunk) for v in dataclasses.asdict(part).values()]
+    own = [v for part in (spec.vision, spec.trunk) for name, v in dataclasses.asdict(part).items() if name != "lora"]
     return [
         *own,
         spec.vision.head_dim,

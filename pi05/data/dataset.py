@@ -9,7 +9,6 @@ Axes: A, Y, X (spec.py); S, D: dims of the robot's state and action.
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import io
 import json
@@ -19,14 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from pi05.data.folder import Episodes, Folder, number_matrix, read_folder
+from pi05.data.folder import INDEX_COLUMNS, Episodes, Folder, number_matrix, read_folder
 from pi05.data.video import VideoReader
 from pi05.errors import DataError
 from pi05.robots.base import Robot
 
-INDEX_COLUMNS = ("index", "episode_index", "task_index")
 TASK_COLUMN = "task"
-KINDS = {"camera": ("video", "image"), "number": ("float32", "float64", "int32", "int64"), "text": ("string",)}
 
 Row = dict[str, Any]
 
@@ -107,13 +104,7 @@ class Source:
         if column in self.episodes.videos:
             number = int(self.episodes.first_frames[column][episode]) + frame
             return self._reader.read(self.episodes.videos[column][episode], number, self.fps)
-        import PIL.Image
-
-        encoded = table[column][0].as_py()["bytes"]
-        if encoded is None:
-            raise DataError(f"{column} names an image file instead of holding the image. Write the dataset again with LeRobot's save_episode.")
-        with PIL.Image.open(io.BytesIO(encoded)) as image:
-            return np.asarray(image.convert("RGB"))
+        return decode_image(table[column][0].as_py(), column)
 
 
 class Dataset:
@@ -203,15 +194,24 @@ def open_dataset(
     Raises:
         DataError: the folder, a column, a file, an episode or the rate is not what is asked for; says what there is and what to do.
     """
-    local = isinstance(source, Path) or source.startswith((".", "/", "~")) or Path(source).is_dir()
-    root = Path(source).expanduser() if local else _download(str(source), revision, images)
-    folder = read_folder(root, root.resolve().name if local else str(source))
+    folder = find_dataset(source, revision=revision, images=images)
     columns = Columns(tuple(robot.cameras.values()) if images else (), robot.state_column, robot.action_column, robot.prompt_column)
     _check_columns(folder, columns, robot.name)
-    _check_rates([(folder.name, folder.fps)], robot.fps, accept_fps)
+    check_rates([(folder.name, folder.fps)], robot.fps, accept_fps)
     chosen = folder.episodes.select(_choose(folder, episodes, exclude))
     _check_files(folder, chosen, columns)
     return Dataset([Source(folder, columns, chosen, _open_table(folder, columns, cache_dir))], action_horizon=action_horizon)
+
+
+def find_dataset(source: str | Path, *, revision: str | None = None, images: bool = True) -> Folder:
+    """What open_dataset knows of a dataset before it looks at columns: see there for the arguments.
+
+    Raises:
+        DataError: there is no such dataset, or its metadata cannot be used.
+    """
+    local = isinstance(source, Path) or source.startswith((".", "/", "~")) or Path(source).is_dir()
+    root = Path(source).expanduser() if local else _download(str(source), revision, images)
+    return read_folder(root, root.resolve().name if local else str(source))
 
 
 def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None, *, accept_fps: Sequence[float] = ()) -> Dataset:
@@ -235,7 +235,7 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None, *, 
         ):
             if ours != theirs:
                 raise DataError(f"{source.name} and {first.name} cannot be mixed: {what} are {ours} and {theirs}.")
-    _check_rates([(source.name, source.fps) for source in sources], first.fps, accept_fps)
+    check_rates([(source.name, source.fps) for source in sources], first.fps, accept_fps)
     if weights is None:
         return Dataset(sources, action_horizon=datasets[0].action_horizon)
     if len(weights) != len(sources) or not all(weight > 0 for weight in weights):
@@ -258,25 +258,17 @@ def _download(repo_id: str, revision: str | None, images: bool) -> Path:
 
 
 def _check_columns(folder: Folder, columns: Columns, robot: str) -> None:
-    bookkeeping = (*INDEX_COLUMNS, "frame_index", "timestamp")
-    wanted = dict.fromkeys(columns.cameras, "camera") | dict.fromkeys(columns.numbers, "number") | dict.fromkeys(columns.texts, "text")
-    for column, kind in wanted.items():
-        have = [name for name, feature in folder.features.items() if feature["dtype"] in KINDS[kind] and name not in bookkeeping]
-        if column not in have:
-            near = difflib.get_close_matches(column, have, n=1)
-            raise DataError(
-                f"{folder.name} has no {kind} column {column!r} that robot {robot!r} reads; it has {', '.join(have) or 'none'}."
-                f"{f' Did you mean {near[0]!r}?' if near else ''} Name the right column in the robot's description."
-            )
-        feature = folder.features[column]
-        if kind == "number" and len(feature["shape"]) != 1:
-            raise DataError(f"{folder.name}: column {column!r} has shape {feature['shape']}; state and action must be vectors.")
-        info = feature.get("info") or {}
-        if info.get("is_depth_map") or info.get("video.is_depth_map"):
-            raise DataError(f"{folder.name}: column {column!r} is a depth map; the model's cameras are colour images.")
+    for kind, names in (("camera", columns.cameras), ("number", columns.numbers), ("text", columns.texts)):
+        for column in names:
+            folder.check_column(column, kind, robot)
 
 
-def _check_rates(rates: Sequence[tuple[str, float]], control: float | None, accepted: Sequence[float]) -> None:
+def check_rates(rates: Sequence[tuple[str, float]], control: float | None, accepted: Sequence[float] = ()) -> None:
+    """Raises unless all `rates`, (dataset's name, frames/s), are the control rate or accepted; a control rate of None takes any.
+
+    Raises:
+        DataError: names the dataset and both rates.
+    """
     for name, fps in rates:
         if control is not None and fps != control and fps not in accepted:
             raise DataError(
@@ -289,8 +281,7 @@ def _choose(folder: Folder, episodes: Sequence[int] | None, exclude: Sequence[in
     """Positions of the chosen episodes, in the order of the rows."""
     numbers = folder.episodes.numbers
     wanted = set(numbers.tolist()) if episodes is None else set(episodes)
-    if unknown := sorted((wanted | set(exclude)) - set(numbers.tolist())):
-        raise DataError(f"{folder.name} has no episode {unknown[0]}; it has {len(numbers)}, numbered {numbers.min()} to {numbers.max()}.")
+    folder.check_episodes(wanted | set(exclude))
     chosen = np.flatnonzero(np.isin(numbers, sorted(wanted - set(exclude))))
     if not len(chosen):
         raise DataError(f"{folder.name}: no episode is left; episodes={episodes}, exclude={list(exclude)}.")
@@ -326,6 +317,23 @@ def _open_table(folder: Folder, columns: Columns, cache_dir: Path | None) -> Any
     if not (index[last] - index[first] == episodes.lengths - 1).all():
         raise DataError(f"{folder.name}: the column 'index' does not count the frames of an episode. Copy or convert the dataset again.")
     return table
+
+
+def decode_image(cell: dict[str, Any], column: str) -> np.ndarray:
+    """The image of an image column's cell, uint8[Y, X, 3].
+
+    Raises:
+        DataError: the cell holds no image, or none that can be decoded.
+    """
+    import PIL.Image
+
+    if cell["bytes"] is None:
+        raise DataError(f"{column} names an image file instead of holding the image. Write the dataset again with LeRobot's save_episode.")
+    try:
+        with PIL.Image.open(io.BytesIO(cell["bytes"])) as image:
+            return np.asarray(image.convert("RGB"))
+    except OSError as error:
+        raise DataError(f"{column} holds an image that cannot be decoded ({error}). Record it again, or exclude the episode.") from error
 
 
 @contextlib.contextmanager

@@ -6,14 +6,21 @@ file is a sum of whole frames, so the running float sums in `from_timestamp` can
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from pi05.data.transforms import suggest
 from pi05.errors import DataError
 
+Kind = Literal["camera", "number", "text"]
+
 VERSIONS = ("v2.0", "v2.1", "v3.0")
+INDEX_COLUMNS = ("index", "episode_index", "task_index")
+BOOKKEEPING = (*INDEX_COLUMNS, "frame_index", "timestamp")
+DTYPES: dict[Kind, tuple[str, ...]] = {"camera": ("video", "image"), "number": ("float32", "float64", "int32", "int64"), "text": ("string",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +63,37 @@ class Folder:
     tasks: dict[int, str]
     tables: tuple[Path, ...]
     episodes: Episodes
+
+    def columns(self, kind: Kind) -> list[str]:
+        """The columns of a kind, LeRobot's own bookkeeping left out."""
+        return [name for name, feature in self.features.items() if feature["dtype"] in DTYPES[kind] and name not in BOOKKEEPING]
+
+    def check_column(self, column: str, kind: Kind, robot: str) -> None:
+        """Raises unless `column`, which the robot called `robot` reads, can be used as that kind.
+
+        Raises:
+            DataError: there is none, with those there are and the nearest of them; a number that is no vector; a camera of depths.
+        """
+        have = self.columns(kind)
+        if column not in have:
+            cure = "Name the right column in the robot's description."
+            raise DataError(f"{self.name} has no {kind} column {column!r} that robot {robot!r} reads. {suggest(column, have)} {cure}")
+        feature = self.features[column]
+        if kind == "number" and len(feature["shape"]) != 1:
+            raise DataError(f"{self.name}: column {column!r} has shape {feature['shape']}; state and action must be vectors.")
+        info = feature.get("info") or {}
+        if info.get("is_depth_map") or info.get("video.is_depth_map"):
+            raise DataError(f"{self.name}: column {column!r} is a depth map; the model's cameras are colour images.")
+
+    def check_episodes(self, wanted: Iterable[int]) -> None:
+        """Raises unless there is an episode of every number in `wanted`.
+
+        Raises:
+            DataError: names the first there is not.
+        """
+        numbers = self.episodes.numbers
+        if unknown := sorted(set(wanted) - set(numbers.tolist())):
+            raise DataError(f"{self.name} has no episode {unknown[0]}; it has {len(numbers)}, numbered {numbers.min()} to {numbers.max()}.")
 
 
 def read_folder(root: Path, name: str) -> Folder:

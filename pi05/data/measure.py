@@ -21,7 +21,7 @@ import numpy as np
 from pi05.batch import PaddedSteps
 from pi05.data.folder import Folder, number_matrix, read_folder
 from pi05.data.norm_stats import FieldStats, NormStats
-from pi05.data.transforms import check_finite, suggest
+from pi05.data.transforms import check_finite
 from pi05.errors import DataError
 from pi05.robots.base import Robot
 
@@ -30,6 +30,8 @@ Blocks = Callable[[], Iterable[Mapping[str, np.ndarray]]]
 PERCENTS = (1, 99)
 HALF = 1 << 16  # counters for 16 of the 32 bits
 BLOCK_VALUES = 1 << 18  # of a block of action chunks: small enough for a cache, large enough to outweigh adding the counters
+
+Excluded = Sequence[int] | Sequence[Sequence[int]]
 
 
 def measure(blocks: Blocks) -> dict[str, FieldStats]:
@@ -57,14 +59,14 @@ def compute_norm_stats(
     *,
     action_horizon: int,
     padded_steps: PaddedSteps = "ignore",
-    exclude: Sequence[int] = (),
+    exclude: Excluded = (),
 ) -> NormStats:
     """Computes the statistics of a LeRobot dataset, or of several as one, as `robot` shows it to the model.
 
     Reads only the state, action and episode columns of the tables: no image, no video, no accelerator.
     State counts once a frame; actions as the chunk of `action_horizon` steps of each frame, deltas applied.
     padded_steps: of chunks, behind the episode's end. "ignore", as the loss does, or "count" (the repeated last action, as openpi does).
-    exclude: episode numbers to leave out, of each dataset.
+    exclude: episode numbers to leave out of every dataset, or for each dataset its own.
 
     Raises:
         DataError: a folder, a table or a column is not what the robot reads, or holds a number that is not finite.
@@ -84,7 +86,7 @@ def make_fingerprint(
     *,
     action_horizon: int,
     padded_steps: PaddedSteps = "ignore",
-    exclude: Sequence[int] = (),
+    exclude: Excluded = (),
 ) -> dict[str, str]:
     """Returns everything that decides what compute_norm_stats gives, as text.
 
@@ -95,8 +97,8 @@ def make_fingerprint(
     """
     frames, episodes = 0, 0
     digests = [hashlib.sha256() for _ in range(3)]  # one a kind of number, so that it does not matter where one file ends and the next begins
-    for root in _roots(dataset_root):
-        for table in _tables(root, robot, exclude):
+    for root, left_out in _each(_roots(dataset_root), exclude):
+        for table in _tables(root, robot, left_out):
             lengths = np.diff(table.starts, append=len(table.state))
             frames, episodes = frames + len(table.state), episodes + len(lengths)
             for digest, array in zip(digests, (lengths, table.state, table.actions), strict=True):
@@ -193,11 +195,11 @@ class _Table:
     starts: np.ndarray
 
 
-def _chunks(roots: Sequence[Path], robot: Robot, *, action_horizon: int, padded_steps: PaddedSteps, exclude: Sequence[int]) -> Iterator[dict[str, np.ndarray]]:
+def _chunks(roots: Sequence[Path], robot: Robot, *, action_horizon: int, padded_steps: PaddedSteps, exclude: Excluded) -> Iterator[dict[str, np.ndarray]]:
     """The numbers that the model sees, block by block."""
     block = max(1, BLOCK_VALUES // (action_horizon * len(robot.actions)))
-    for root in roots:
-        for table in _tables(root, robot, exclude):
+    for root, left_out in _each(roots, exclude):
+        for table in _tables(root, robot, left_out):
             total = len(table.state)
             ends = np.repeat(np.append(table.starts[1:], total), np.diff(table.starts, append=total))
             for first in range(0, total, block):
@@ -211,9 +213,8 @@ def _chunks(roots: Sequence[Path], robot: Robot, *, action_horizon: int, padded_
 def _tables(root: Path, robot: Robot, exclude: Sequence[int]) -> Iterator[_Table]:
     """The tables of a dataset with the excluded episodes left out, each checked."""
     folder = read_folder(root, root.name)
-    _check_columns(folder, robot)
-    if unknown := sorted(set(exclude) - set(folder.episodes.numbers.tolist())):
-        raise DataError(f"{folder.name} has no episode {unknown[0]} to exclude; it has {', '.join(map(str, folder.episodes.numbers[:9]))} ...")
+    check_numbers(folder, robot)
+    folder.check_episodes(exclude)
     lengths = dict(zip(folder.episodes.numbers.tolist(), folder.episodes.lengths.tolist(), strict=True))
     for path in folder.tables:
         state, actions, numbers = _read_table(path, robot)
@@ -236,10 +237,14 @@ def _tables(root: Path, robot: Robot, exclude: Sequence[int]) -> Iterator[_Table
         raise DataError(f"{folder.name}: episode {min(lengths)} is in the metadata, but in no table. Copy or convert the dataset again.")
 
 
-def _check_columns(folder: Folder, robot: Robot) -> None:
+def check_numbers(folder: Folder, robot: Robot) -> None:
+    """Raises unless the dataset has the robot's state and action, with as many dims.
+
+    Raises:
+        DataError: names the column, what there is, and the robot's dims.
+    """
     for column, dims in ((robot.state_column, robot.state), (robot.action_column, robot.actions)):
-        if column not in folder.features:
-            raise DataError(f"{folder.name} has no column {column!r}, which robot {robot.name!r} reads. {suggest(column, folder.features)}")
+        folder.check_column(column, "number", robot.name)
         if (shape := list(folder.features[column]["shape"])) != [len(dims)]:
             raise DataError(f"{folder.name}: {column} has shape {shape}; robot {robot.name!r} has the {len(dims)} dims {', '.join(dim.name for dim in dims)}.")
 
@@ -261,3 +266,9 @@ def _read_table(path: Path, robot: Robot) -> tuple[np.ndarray, np.ndarray, np.nd
 
 def _roots(dataset_root: Path | Sequence[Path]) -> list[Path]:
     return [Path(dataset_root)] if isinstance(dataset_root, (str, Path)) else [Path(root) for root in dataset_root]
+
+
+def _each(roots: list[Path], exclude: Excluded) -> list[tuple[Path, Sequence[int]]]:
+    """Each dataset and what is left out of it."""
+    own = list(exclude) if exclude and not isinstance(exclude[0], int) else [exclude] * len(roots)
+    return list(zip(roots, own, strict=True))

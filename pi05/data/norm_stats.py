@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from pi05.data.transforms import FLOOR, suggest
+from pi05.data.transforms import FLOOR, normalise, range_floors, suggest
 from pi05.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,7 +38,12 @@ class FieldStats:
 
     def near_constant(self, dims: Sequence["Dim"], share: float = FLOOR) -> np.ndarray:
         """Returns bool[D], the dims whose q99 - q01 is below `share` of the range that their Dim declares: normalising would blow up noise."""
-        return (self.q99 - self.q01)[: len(dims)] < share * np.array([dim.high - dim.low for dim in dims])
+        return (self.q99 - self.q01)[: len(dims)] < range_floors(dims, "quantile", share)
+
+    def farthest(self, dims: Sequence["Dim"]) -> np.ndarray:
+        """Returns float64[D], the largest |value| of each dim after quantile normalisation with the default floor; a Pipeline refuses those beyond LIMIT."""
+        floors = range_floors(dims, "quantile")
+        return np.max([np.abs(normalise(values[: len(dims)], self, "quantile", floors)) for values in (self.min, self.max)], axis=0)
 
 
 ARRAYS = tuple(field.name for field in dataclasses.fields(FieldStats) if field.name != "count")
@@ -52,19 +57,9 @@ class NormStats:
     fingerprint: dict[str, str]
 
     def save(self, path: Path) -> None:
-        """Writes JSON that openpi reads too, under another name first: a reader never sees half a file."""
+        """Writes JSON that openpi reads too (save_json)."""
         fields = {key: {name: _to_json(getattr(stats, name)) for name in ARRAYS} | {"count": stats.count} for key, stats in self.fields.items()}
-        text = json.dumps({"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, "norm_stats": fields}, indent=2, allow_nan=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("w") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_json(path, {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, "norm_stats": fields})
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -73,7 +68,7 @@ class NormStats:
         Raises:
             DataError: the file is missing, of a later release, or not ours.
         """
-        content = _read_json(path, "Compute it: python scripts/compute_norm_stats.py")
+        content = read_json(path, "Compute it: python scripts/compute_norm_stats.py")
         if content.get("format_version") != FORMAT_VERSION:
             raise DataError(
                 f"{path} has the format version {content.get('format_version')}, this release reads {FORMAT_VERSION}. "
@@ -87,13 +82,43 @@ class NormStats:
         Raises:
             DataError: lists the differing entries with both values.
         """
-        differing = [
-            f"  {key}: the statistics have {self.fingerprint.get(key, 'nothing')!r}, this run has {expected.get(key, 'nothing')!r}"
-            for key in dict.fromkeys([*expected, *self.fingerprint])
-            if expected.get(key) != self.fingerprint.get(key)
-        ]
-        if differing:
-            raise DataError("\n".join(["The statistics were made for something else:", *differing, "Compute them again: python scripts/compute_norm_stats.py"]))
+        check_fingerprint("The statistics", self.fingerprint, expected, "Compute them again: python scripts/compute_norm_stats.py")
+
+
+def check_fingerprint(what: str, saved: Mapping[str, str], expected: Mapping[str, str], cure: str) -> None:
+    """Raises unless `saved`, the fingerprint of `what` (a plural, as in "The statistics"), is the one `expected`.
+
+    Raises:
+        DataError: lists the differing entries with both values, then the `cure`.
+    """
+    differing = [
+        f"  {key}: {what[0].lower()}{what[1:]} have {saved.get(key, 'nothing')!r}, this run has {expected.get(key, 'nothing')!r}"
+        for key in dict.fromkeys([*expected, *saved])
+        if expected.get(key) != saved.get(key)
+    ]
+    if differing:
+        raise DataError("\n".join([f"{what} were made for something else:", *differing, cure]))
+
+
+def asset_folder(dataset_roots: Sequence[Path], robot: str) -> Path:
+    """Where statistics and token lengths of a dataset, or of several as one, are kept: assets/<dataset>-<robot> beside the (first) dataset."""
+    roots = [Path(root).resolve() for root in dataset_roots]
+    return roots[0].parent / "assets" / f"{'+'.join(root.name for root in roots)}-{robot}"
+
+
+def save_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes JSON under another name first: a reader never sees half a file."""
+    text = json.dumps(content, indent=2, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_openpi(path: Path) -> NormStats:
@@ -102,7 +127,7 @@ def load_openpi(path: Path) -> NormStats:
     Raises:
         DataError: the file is missing or not openpi's.
     """
-    return NormStats(_fields(_read_json(path, "openpi keeps it in the checkpoint's folder, under assets/<asset id>."), path), {"source": "openpi"})
+    return NormStats(_fields(read_json(path, "openpi keeps it in the checkpoint's folder, under assets/<asset id>."), path), {"source": "openpi"})
 
 
 def from_lerobot_stats(path: Path, robot: "Robot") -> NormStats:
@@ -116,7 +141,7 @@ def from_lerobot_stats(path: Path, robot: "Robot") -> NormStats:
             f"{path} is about the dataset's own numbers, but the model sees those of robot {robot.name!r} converted or relative to the state. "
             "Compute statistics of what it sees: python scripts/compute_norm_stats.py"
         )
-    content = _read_json(path, "Compute statistics instead: python scripts/compute_norm_stats.py")
+    content = read_json(path, "Compute statistics instead: python scripts/compute_norm_stats.py")
     columns = {"state": robot.state_column, "actions": robot.action_column}
     if missing := [column for column in columns.values() if column not in content]:
         raise DataError(f"{path} has no statistics of {missing[0]!r}. {suggest(missing[0], content)}")
@@ -124,9 +149,14 @@ def from_lerobot_stats(path: Path, robot: "Robot") -> NormStats:
     return NormStats(_fields({"norm_stats": fields}, path), {"source": "LeRobot, per frame"})
 
 
-def _read_json(path: Path, cure: str) -> dict[str, Any]:
+def read_json(path: Path, cure: str) -> dict[str, Any]:
+    """Returns what a file that pi05 or another library made holds.
+
+    Raises:
+        DataError: it is missing or no JSON; ends in the `cure`.
+    """
     if not Path(path).is_file():
-        raise DataError(f"There is no statistics file {path}. {cure}")
+        raise DataError(f"There is no file {path}. {cure}")
     try:
         return json.loads(Path(path).read_text())
     except ValueError as error:

@@ -62,12 +62,14 @@ def make_prompt(task: str, bins: Sequence[int] | np.ndarray) -> str:
 class Tokenizer:
     """A sentencepiece model with a prompt format; made by load_tokenizer. Pickles, and changes only in its counter.
 
+    model: bytes of the sentencepiece file. fingerprint: their SHA-256.
     max_token_len: the longest prompt in tokens. shortened: prompts that were shortened to it so far (in this process).
     """
 
     def __init__(self, model: bytes, *, max_token_len: int, discrete_state: bool = True, overflow: Overflow = "error") -> None:
         self.max_token_len, self.discrete_state, self.overflow, self.shortened = max_token_len, discrete_state, overflow, 0
         self.fingerprint = hashlib.sha256(model).hexdigest()
+        self.model = model
         self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
 
     @property

@@ -8,7 +8,7 @@ Dtypes: numbers of any type come in, arithmetic is float64, float32 goes out. No
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from pi05.spec import IMAGE_CHANNELS, ModelSpec
 if TYPE_CHECKING:
     from pi05.data.norm_stats import FieldStats, NormStats
     from pi05.data.tokenizer import Tokenizer
-    from pi05.robots.base import Robot
+    from pi05.robots.base import Dim, Robot
 
 Normalization = Literal["quantile", "zscore"]
 Sample = dict[str, Any]
@@ -97,6 +97,11 @@ def unnormalise(x: np.ndarray, stats: "FieldStats", method: Normalization, floor
     return ((x + 1) / 2 if method == "quantile" else x) * (width + EPSILON) + low
 
 
+def range_floors(dims: Sequence["Dim"], method: Normalization, floor: float = FLOOR) -> np.ndarray:
+    """Returns float64[D], what `normalise` takes as floors: `floor` of the range that each Dim declares, or the deviation that goes with it."""
+    return (floor if method == "quantile" else floor / QUANTILES_IN_STD) * np.array([dim.high - dim.low for dim in dims])
+
+
 def pad_dims(x: np.ndarray, dims: int) -> np.ndarray:
     """Returns float32[..., dims]: `x` [..., D], then zeros."""
     return np.pad(np.asarray(x, np.float32), [(0, 0)] * (x.ndim - 1) + [(0, dims - x.shape[-1])])
@@ -152,8 +157,7 @@ class Pipeline:
         self.slots = _slots(spec, robot)
         if len(robot.actions) > spec.action_dim:
             raise DataError(f"Robot {robot.name!r} has {len(robot.actions)} action dims, the model {spec.action_dim}; choose a spec with a larger action_dim.")
-        share = floor if normalization == "quantile" else floor / QUANTILES_IN_STD
-        self._floors = {key: share * np.array([dim.high - dim.low for dim in dims]) for key, dims in self._dims.items()}
+        self._floors = {key: range_floors(dims, normalization, floor) for key, dims in self._dims.items()}
         self.floored = tuple(line for key in self._dims for line in self._check_stats(key))
 
     def __call__(self, row: Mapping[str, Any]) -> Sample:
@@ -190,6 +194,10 @@ class Pipeline:
         """
         actions = np.asarray(actions)[..., : len(self.robot.actions)]
         return self.robot.from_model(unnormalise(actions, self.stats.fields["actions"], self.normalization, self._floors["actions"]), state)
+
+    def normalised_mean(self, key: str) -> np.ndarray:
+        """The mean of the statistics' "state" or "actions", float32[D], as the model sees it."""
+        return normalise(self.stats.fields[key].mean, self.stats.fields[key], self.normalization, self._floors[key])
 
     def _normalise(self, key: str, x: np.ndarray, where: str, real: np.ndarray | slice = slice(None)) -> np.ndarray:
         out = normalise(x, self.stats.fields[key], self.normalization, self._floors[key])

@@ -51,6 +51,20 @@ class VideoReader:
             raise DataError(f"{path} cannot be decoded at frame {number}: {error}. Copy or record the file again, or exclude the episode.") from error
         raise DataError(f"{path} has no frame {number}: the file is shorter than its episodes or lacks a frame. Exclude the episode or re-encode the file.")
 
+    def count(self, path: Path, fps: float) -> int:
+        """The number of frames that the file promises, on the grid of `fps`; decodes nothing.
+
+        Raises:
+            DataError: the file cannot be opened, or its rate is not `fps`.
+        """
+        import av
+
+        try:
+            _, stream = self._stream(path, fps)
+        except av.FFmpegError as error:
+            raise DataError(f"{path} cannot be opened: {error}. Copy or record the file again, or exclude its episodes.") from error
+        return _slots(stream, fps)
+
     def close(self) -> None:
         """Closes every file."""
         while self._open:
@@ -76,10 +90,15 @@ class VideoReader:
 
 def _check_rate(path: Path, stream: Any, fps: float) -> None:
     """Refuses a file whose frames do not lie on the grid of `fps`: later frames would be taken for their neighbours."""
-    slots = round(stream.duration * stream.time_base * fps) if stream.duration else stream.frames
+    slots = _slots(stream, fps)
     rate = stream.average_rate or fps
     if abs(rate - fps) > 0.01 * fps or stream.frames and abs(slots - stream.frames) > 1:
         raise DataError(
             f"{path} runs at {float(rate):.4g} frames/s ({stream.frames} frames in the time of {slots} at the dataset's {fps:g}). "
             "Re-encode it at the dataset's rate, or correct fps in meta/info.json."
         )
+
+
+def _slots(stream: Any, fps: float) -> int:
+    """Places for frames in the time of `stream`."""
+    return round(stream.duration * stream.time_base * fps) if stream.duration else stream.frames

@@ -61,6 +61,10 @@ class Backend:
         learned, frozen = self._split(arrays)
         return State(0, learned, frozen, init_optimizer(learned, self.recipe))
 
+    def init_policy(self, tensors: Iterable[tuple[str, np.ndarray]]) -> State:
+        arrays = {name: self._own(array) for name, array in write(tensors, self.spec, "jax")}
+        return State(0, {}, arrays, OptimizerState(None, None))
+
     def train_step(self, state: State, batch: Batch, draws: Draws, lr: float, *, norms: bool = False) -> tuple[State, StepMetrics]:
         batch, draws = map_arrays(self._put, (batch, draws))
         learned, optimizer, metrics = self._train(state.learned, state.frozen, state.optimizer, batch, draws, jnp.float32(lr))

@@ -227,12 +227,12 @@ def test_a_number_that_is_not_finite_is_named_and_its_episode_can_be_excluded(tm
     stats = compute_norm_stats(root, ARM, action_horizon=HORIZON, exclude=[1])
     assert_same(stats.fields["actions"], rest.fields["actions"])
     assert stats.fingerprint == rest.fingerprint
-    with pytest.raises(DataError, match="nan has no episode 7 to exclude; it has 0, 1, 2"):
+    with pytest.raises(DataError, match="nan has no episode 7; it has 3, numbered 0 to 2"):
         compute_norm_stats(root, ARM, action_horizon=HORIZON, exclude=[7])
 
 
 def test_a_dataset_that_does_not_fit_the_robot_is_refused_with_what_there_is(arm: Path) -> None:
-    with pytest.raises(DataError, match="arm has no column 'actions', which robot 'arm' reads. Available: .* Did you mean 'action'?"):
+    with pytest.raises(DataError, match="arm has no number column 'actions' that robot 'arm' reads. Available: .*, action. Did you mean 'action'"):
         compute_norm_stats(arm, ARM.replace(action_column="actions"), action_horizon=HORIZON)
     with pytest.raises(DataError, match=r"arm: observation.state has shape \[4\]; robot 'metaworld' has the 3 dims x, y, z"):
         robot = load_robot("metaworld")

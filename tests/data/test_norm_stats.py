@@ -86,7 +86,7 @@ def test_openpi_reads_our_file_and_we_read_openpis(stats: NormStats, tmp_path: P
         ("{}", 'it has no "norm_stats"'),
         ('{"norm_stats": {"state": {"mean": [1, 2]}}}', "statistics of 'state' are damaged .KeyError: 'std'"),
         ('{"norm_stats": {"state": {"mean": [1, 2], "std": [1, 2], "q01": [0]}}}', r"q01 of 'state' has shape \(1,\), its mean \(2,\)"),
-        (None, "There is no statistics file"),
+        (None, "There is no file"),
     ],
 )
 def test_a_damaged_file_is_refused(content: str | None, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""A trained checkpoint as a function from what a robot sees to what it should do."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi05.backend import Backend, Device, load_backend
+from pi05.batch import Observation, make_draws
+from pi05.checkpoint import load_params, locate_checkpoint
+from pi05.config import TrainConfig, get_config
+from pi05.data.norm_stats import NormStats
+from pi05.data.run_data import make_pipeline
+from pi05.data.tokenizer import load_tokenizer
+from pi05.data.transforms import Pipeline
+from pi05.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Weights, transforms and backend of a checkpoint.
+
+    pipeline: the robot's side. seed: of the noise that actions are sampled from. num_steps: Euler steps of sampling.
+    """
+
+    backend: Backend
+    state: Any
+    pipeline: Pipeline
+    config: TrainConfig
+    seed: int = 0
+    num_steps: int = 10
+
+    def infer(self, observation: Mapping[str, Any], *, index: int = 0, default_prompt: str | None = None) -> np.ndarray:
+        """The robot's next actions, float32[A, D], in its own units, for one observation as a client sends it (Robot.from_client).
+
+        index: counts the calls; equal (seed, index) give equal noise, so that both backends give the same actions.
+
+        Raises:
+            DataError: something is missing or not finite; names it.
+        """
+        return self.infer_rows([self.pipeline.robot.from_client(observation, default_prompt)], [index])[0]
+
+    def infer_rows(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> np.ndarray:
+        """float32[B, A, D] for rows under the dataset's column names."""
+        samples = [self.pipeline(row) for row in rows]
+        tokens = np.zeros((len(rows), self.backend.spec.max_token_len), np.int32)
+        token_mask = np.zeros(tokens.shape, bool)
+        for i, sample in enumerate(samples):
+            tokens[i, : len(sample["tokens"])], token_mask[i, : len(sample["tokens"])] = sample["tokens"], True
+        images, image_mask = (np.stack([sample[key] for sample in samples]) for key in ("images", "image_mask"))
+        noise = make_draws(self.backend.spec, self.seed, 0, np.asarray(indices)).noise
+        actions = self.backend.sample_actions(self.state, Observation(images, image_mask, tokens, token_mask), noise, self.num_steps)
+        column = self.pipeline.robot.state_column
+        return np.stack([self.pipeline.inverse(chunk, row[column]) for chunk, row in zip(actions, rows, strict=True)])
+
+
+def load_policy(checkpoint: Path, *, backend: str | None = None, device: Device = "auto", seed: int = 0, num_steps: int = 10) -> Policy:
+    """The policy of a checkpoint or of a run's newest one, in either backend (default: the one that trained it).
+
+    Raises:
+        CheckpointError: there is no whole checkpoint.
+        ConfigError, DataError: its config or its data assets do not fit this release.
+    """
+    folder = locate_checkpoint(checkpoint)
+    config = get_config(str(folder / "config.yaml"))
+    spec, data = config.spec(), config.data
+    tokenizer = load_tokenizer(folder / "tokenizer.model", max_token_len=spec.max_token_len, discrete_state=data.discrete_state, overflow=data.overflow)
+    pipeline = make_pipeline(config, NormStats.load(folder / "norm_stats.json"), tokenizer)
+    engine = load_backend(backend or config.backend, spec, config.compute, dataclasses.replace(Recipe(), groups=config.groups), device=device)
+    return Policy(engine, engine.init_policy(load_params(folder, spec)), pipeline, config, seed, num_steps)
