@@ -1,14 +1,18 @@
 """Level 3: the gradient of every parameter, by name. A fault that the loss, the velocity and the actions all hide shows here."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
 from pi05.compare import Check, max_error
 from pi05.params import ROWS, TABLE, dead_params, philox, shape, shapes
+from pi05.spec import Compute
 
 from . import reference
 from .cases import SEED, each_scene, each_scene_and_dtype, scene
-from .lab import BACKENDS, Lab
+from .emulator import emulated
+from .lab import BACKENDS, RUNS, Lab
 from .record import Record
 from .tolerances import F64_LIMITS, SHIFT_INVARIANT_LIMITS, judge
 
@@ -44,6 +48,18 @@ def test_every_gradient_matches_the_truth(lab: Lab, record: Record, backend: str
 def test_both_backends_agree_on_every_gradient_in_float32(lab: Lab, record: Record, scene_name: str) -> None:
     first, second = (lab.results(backend, "float32", scene_name).gradients for backend in BACKENDS)
     record.settle("L3", f"gradients {scene_name} float32 jax = torch", gradient_checks(second, first, dead_params(scene(scene_name).spec), "float32"))
+
+
+@each_backend
+@pytest.mark.parametrize("scene_name", ["ragged", "peaky"])
+def test_fused_float16_attention_keeps_every_gradient(lab: Lab, record: Record, request: pytest.FixtureRequest, backend: str, scene_name: str) -> None:
+    """In bfloat16, with the kernel (its stand-in on the CPU) in float16, under the limits that the explicit strategy has to keep."""
+    case, truth, naive = scene(scene_name), lab.truth(scene_name), lab.results("reference", "bfloat16", scene_name)
+    with contextlib.nullcontext() if request.config.getoption("--device") == "cuda" else emulated(backend):
+        got = RUNS[backend](case, Compute("bfloat16", attention="fused"))
+        checks = [judge("L2", name, got.loss[name], truth.loss[name], "bfloat16", naive.loss[name]) for name in truth.loss]
+        checks += gradient_checks(got.gradients, truth.gradients, dead_params(case.spec), "bfloat16", naive.gradients)
+    record.settle("L3", f"gradients {scene_name} fused float16 {backend}", checks)
 
 
 @each_backend

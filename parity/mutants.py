@@ -19,7 +19,7 @@ from .level_4_steps import Trained
 from .record import Record, Row
 
 LAYERS, ATTENTION, SIGLIP, GEMMA = (f"pi05.torch_backend.{name}" for name in ("layers", "attention", "siglip", "gemma"))
-MODEL, SAMPLING, OPTIMIZER, BACKEND = (f"pi05.torch_backend.{name}" for name in ("model", "sampling", "optimizer", "backend"))
+MODEL, SAMPLING, OPTIMIZER, BACKEND, AUGMENT = (f"pi05.torch_backend.{name}" for name in ("model", "sampling", "optimizer", "backend", "augment"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,9 +351,12 @@ ROTARY = "level_1_activations.test_rotary_embedding_is_exact_at_every_position"
 TIME = "level_1_activations.test_time_embedding_is_exact_where_the_angle_is_large"
 LARGE = "level_1_activations.test_attention_matches_the_formula_for_grouped_heads_and_large_logits"
 LEAK = "level_1_activations.test_masked_keys_leak_nothing_whatever_they_hold"
+FUSED = "level_2_model.test_fused_attention_gives_the_explicit_numbers"
 MASKED = "level_2_model.test_content_of_masked_cameras_text_and_steps_changes_no_bit"
 WHOLE, UPDATES = "level_4_steps", "level_4_optimizer"
 CLIP, FORMULAS = f"{UPDATES}.test_clipping_has_no_hidden_epsilon", f"{UPDATES}.test_weights_moments_and_average_follow_the_formulas"
+PIXELS, DRAWS = "level_0_augment.test_augmented_images_match_the_truth", "level_0_augment.test_draws_belong_to_a_sample_not_to_its_batch"
+OPENPI, STANDARD = {"dtype": "float32", "preset": "openpi"}, {"dtype": "float32", "preset": "standard"}
 PUBLISHED = {"steps": 100, "recipe_name": "published"}
 F32, RAGGED = {"dtype": "float32"}, {"dtype": "float32", "scene_name": "ragged"}
 JAX_GEMMA, JAX_MODEL = "pi05.jax_backend.gemma", "pi05.jax_backend.model"
@@ -382,6 +385,48 @@ def _summed_parts(accumulate: Callable) -> Callable:
         return parts, {name: gradient * recipe.grad_accum_steps for name, gradient in gradients.items()}
 
     return faulty
+
+
+def _one_draw_a_batch(draw: Callable) -> Callable:
+    return lambda *options, positions, **named: draw(*options, positions=np.full_like(positions, positions[0]), **named)
+
+
+def _first_draws_for_all(augment: Callable) -> Callable:
+    def faulty(images, draws, dtype):
+        first = {name: value[:1].expand_as(value) for name, value in vars(draws).items()}
+        return augment(images, dataclasses.replace(draws, **first), dtype)
+
+    return faulty
+
+
+def _from_corners(resample: Callable) -> Callable:
+    """The map taken to count from the image's corner, as grid_sample's align_corners=False does, instead of from a pixel's centre."""
+
+    def faulty(pixels, affine):
+        half = affine[..., :2].sum(-1) / 2 - 0.5
+        return resample(pixels, affine + half[..., None] * affine.new_tensor([0.0, 0.0, 1.0]))
+
+    return faulty
+
+
+def _grey_border(resample: Callable) -> Callable:
+    """Resampled in [-1, 1], where 0 is mid-grey."""
+    return lambda pixels, affine: (resample(2 * pixels - 1, affine) + 1) / 2
+
+
+def _unjoined(_: Callable) -> Callable:
+    """The suffix's keys behind the prefix's padding, where a key length does not reach them."""
+
+    def faulty(first, second, *_):
+        import torch
+
+        return torch.cat((first, second), 1)
+
+    return faulty
+
+
+def _tokens_only(pack: Callable) -> Callable:
+    return lambda valid, x, positions: (*pack(valid, x), positions)
 
 
 MUTANTS = [
@@ -415,6 +460,10 @@ MUTANTS = [
         "level_1_activations.test_a_query_without_any_key_gives_exact_zeros_and_zero_gradients",
         F32,
     ),
+    Mutant("fused: suffix behind the padding", patch(f"{GEMMA}:join", _unjoined), FUSED, {}),
+    Mutant("fused: positions left where they were", patch(f"{MODEL}:pack", _tokens_only), FUSED, {}),
+    Mutant("fused: logits of packed tokens", patch(f"{MODEL}:unpack", lambda _: lambda valid, packed: packed), FUSED, {}),
+    Mutant("every layer's prefix left out", patch(f"{GEMMA}:unless", lambda _: lambda condition, function, x: x), GRADIENTS, RAGGED),
     Mutant("patch order swapped", patch(f"{SIGLIP}:rearrange", _swapped_patches), ACTIVATIONS, RAGGED),
     Mutant("image tokens scaled by 1/sqrt(width)", patch(f"{SIGLIP}:Vision.forward", _scaled_images), ACTIVATIONS, RAGGED),
     Mutant("camera order reversed", patch(f"{SIGLIP}:Vision.forward", _swapped_cameras), ACTIVATIONS, RAGGED),
@@ -439,5 +488,10 @@ MUTANTS = [
     Mutant("average applied twice", patch(f"{OPTIMIZER}:get_ema_multi_avg_fn", lambda make: lambda decay: make(decay**2)), FORMULAS, PUBLISHED),
     Mutant("LoRA scale missing", patch(f"{LAYERS}:Linear.__init__", _unscaled_adapters), f"{WHOLE}.test_adapters_are_the_product_added_to_their_weight", {}),
     Mutant("accumulated gradients summed", patch(f"{BACKEND}:accumulate_gradients", _summed_parts), f"{WHOLE}.test_accumulation_is_the_whole_batch", {}),
+    Mutant("augmentation drawn per batch", patch("pi05.data.augment:draw_augmentation", _one_draw_a_batch), DRAWS, OPENPI),
+    Mutant("augmentation of the first sample for all", patch(f"{AUGMENT}:augment", _first_draws_for_all), PIXELS, STANDARD),
+    Mutant("augmentation counts from corners", patch(f"{AUGMENT}:resample", _from_corners), PIXELS, STANDARD),
+    Mutant("augmentation leaves a grey border", patch(f"{AUGMENT}:resample", _grey_border), PIXELS, OPENPI),
+    Mutant("augmentation's grey is a plain mean", patch(f"{AUGMENT}:LUMA", lambda _: (1 / 3, 1 / 3, 1 / 3)), PIXELS, STANDARD),
     Mutant("Euler time one step late", patch(f"{SAMPLING}:cached_velocity", _late_time), STEPS, RAGGED),
 ]

@@ -33,6 +33,11 @@ UNIT_LIMITS = {"float64": 1e-13, "float32": 2e-6}
 ROTARY_LIMITS = {"float64": 1e-12, "float32": 5e-7}
 # Of the time embedding: angles are exact to 2 ulp of one turn (1.5e-6 rad); a plain float32 product is off by 1e-4.
 TIME_LIMITS = {"float64": 1e-12, "float32": 2e-6}
+# Of augmented images, absolute in [-1, 1]. A place in an image of 48 pixels is three float32 roundings, 6e-6 of a pixel; across the steepest
+# edge there is (noise), after contrast and brightness, that is up to 4e-5 (seen: 1.4e-5). The promise is 2/255 of [0, 1], which is 1.6e-2 here.
+AUGMENT_LIMITS = {"float64": 1e-12, "float32": 4e-5}
+# augmax computes in float32 itself.
+AUGMAX_LIMIT = 4e-5
 # Of weights, moments and average after up to 100 updates, in units of the tensor's largest value: each update rounds a few times,
 # at 6e-8. The faults this level is for change them by 1e-4 and more.
 OPTIMIZER_LIMIT = 1e-6

@@ -9,7 +9,7 @@ import json
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
@@ -191,6 +191,11 @@ class TrainConfig(Section):
     compute: Compute = Field(Compute(), description="how it computes")
     data: DataConfig = Field(description="what it sees")
     weights: Place = Field(description="to start from: a checkpoint's path, owner/name of the Hub, a gs:// URL, or `random`, which has to be written out")
+    on_shape_mismatch: Literal["error", "slice", "reinit"] = Field(
+        "error",
+        description="of weights with another action_dim than model.action_dim: slice keeps the first dims, reinit starts these tensors anew; "
+        "to pad the data instead, give model.action_dim the weights' size",
+    )
     schedule: Schedule = Field(Schedule(), description="learning rate")
     optimizer: AdamW = Field(AdamW(), description="update rule")
     groups: Groups = Field(Groups(), description="what of the model learns")

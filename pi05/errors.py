@@ -29,5 +29,5 @@ class CheckpointError(Pi05Error):
     """A checkpoint that is not there, not whole, or not what it is taken for."""
 
 
-class NonFiniteLoss(Pi05Error):
+class NonFiniteLoss(Pi05Error):  # noqa: N818, what stopped the run
     """A run that was stopped because its loss or gradient was not finite; the text says how to replay the step."""

@@ -235,20 +235,46 @@ class Compute:
 
     dtype: of the residual streams and matrix products: bfloat16 for training, float32, or float64 (to judge the others).
         Parameters stay float32, and what docs/numerics.md lists is computed in at least float32 whatever this says.
-    attention: the strategy, see attention.py of either backend.
+    attention: "explicit" works everywhere; "fused" calls a GPU's attention kernels on the valid tokens alone, see attention.py of either backend.
+    attention_dtype: of the fused kernels. float16, whose cotangents are scaled; bfloat16 loses dQ where keys have a common mean and
+        has let training diverge, so it needs `allow_unsafe`.
     batch_cameras: all cameras in one call of the vision tower instead of one call each.
-    remat: recompute each layer in the backward pass instead of keeping its intermediates.
+    remat: what is computed again in the backward pass instead of kept. "none"; "elementwise", everything but matrix products and attention
+        (PyTorch's compiler decides so by itself); "layer", everything but a layer's input and, in JAX, what the fused attention keeps.
     """
 
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    attention: Literal["explicit"] = "explicit"
+    attention: Literal["explicit", "fused"] = "explicit"
+    attention_dtype: Literal["float16", "bfloat16"] = "float16"
+    allow_unsafe: bool = False
     batch_cameras: bool = True
-    remat: bool = False
+    remat: Literal["none", "elementwise", "layer"] = "none"
 
     def __post_init__(self) -> None:
-        for field, allowed in (("dtype", ("bfloat16", "float32", "float64")), ("attention", ("explicit",))):
+        choices = {
+            "dtype": ("bfloat16", "float32", "float64"),
+            "attention": ("explicit", "fused"),
+            "attention_dtype": ("float16", "bfloat16"),
+            "remat": ("none", "elementwise", "layer"),
+        }
+        for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise SpecError(f"compute.{field} is {getattr(self, field)!r}; it can be {', '.join(allowed)}.")
+        if self.attention == "fused" and self.dtype == "float64":
+            raise SpecError(
+                "compute.attention is 'fused', whose kernels compute in 16 bits, but compute.dtype is 'float64'. Set compute.attention to explicit."
+            )
+        if self.attention == "fused" and self.attention_dtype == "bfloat16" and not self.allow_unsafe:
+            raise SpecError(
+                "compute.attention_dtype is 'bfloat16': the fused kernels round their softmax gradient to it, which is 7 times less exact than explicit "
+                "attention where keys have a common mean, and has let training diverge after about 1000 steps (docs/numerics.md). "
+                "Take float16, or set compute.allow_unsafe if you mean it."
+            )
+
+    @property
+    def strategy(self) -> str:
+        """The name of the attention strategy in the backends' attention.py."""
+        return f"fused_{self.attention_dtype}" if self.attention == "fused" else self.attention
 
     @property
     def full_dtype(self) -> str:

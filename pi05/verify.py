@@ -96,7 +96,7 @@ def _check_same_sizes(first: Source, second: Source) -> None:
 
 
 def _to_numpy(array: Any) -> np.ndarray:
-    return np.array(array.detach().cpu() if hasattr(array, "detach") else array)
+    return array.detach().cpu().numpy() if hasattr(array, "detach") else np.asarray(array)
 
 
 @dataclasses.dataclass(frozen=True)

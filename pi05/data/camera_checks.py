@@ -124,14 +124,14 @@ def check_doubles(folder: Folder, views: Sequence[View]) -> list[Finding]:
     return out
 
 
-def sheet_rows(folder: Folder, views: Sequence[View]) -> list[tuple[str, dict[str, np.ndarray | None]]]:
-    """Rows for images.contact_sheet: an episode each, every camera at its moments."""
+def sheet_rows(folder: Folder, views: Sequence[View], prompts: Mapping[int, str]) -> list[tuple[str, dict[str, np.ndarray | None]]]:
+    """Rows for images.contact_sheet: an episode each, every camera at its moments. prompts: by number of the episode, as far as known."""
     positions = sorted({position for view in views for position, _ in view.images})
     rows = []
     for position in positions:
         shown = {f"{view.slot} {moment}": view.images.get((position, moment)) for view in views for moment in MOMENTS}
-        episode, length = folder.episodes.numbers[position], folder.episodes.lengths[position]
-        rows.append((f"{folder.name}, episode {episode}, {length} frames", shown))
+        episode, length = int(folder.episodes.numbers[position]), folder.episodes.lengths[position]
+        rows.append((f"{folder.name}, episode {episode}, {length} frames. {prompts.get(episode, '')}", shown))
     return rows
 
 

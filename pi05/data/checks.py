@@ -12,7 +12,7 @@ import numpy as np
 from pi05.data.norm_stats import FieldStats
 from pi05.data.recording import UNKNOWN, Recording
 from pi05.data.tokenizer import clean_task, clipped_share
-from pi05.data.transforms import FLOOR, LIMIT
+from pi05.data.transforms import FLOOR, LIMIT, range_floors
 from pi05.robots.base import Dim, Robot
 
 Level = Literal["error", "warning", "note"]
@@ -23,11 +23,13 @@ RATE_TOLERANCE = 0.05  # of the median time between frames; more is another rate
 SHORT = 0.2  # of the median length: shorter episodes are aborted recordings
 IDLE_EPISODE = 0.02  # of a dim's range: an episode in which no dim moves farther shows nothing
 IDLE_FRAME, IDLE_SECONDS, IDLE_SHARE = 1e-3, 1.0, 0.2  # of a dim's range a frame; how long; and which share of all frames is too much
+LITTLE = 0.01  # of a dim's declared range: more than noise, less than a motion
 CLIPPED = 0.05  # of the values of a dim; by definition 2 % lie outside q01 to q99 of the same data
 LAGS = (1, 2, 4, 8)  # frames in which a robot follows its command
+MAX_PAIRS = 20_000  # of frames that are correlated, spread over the data
 FOLLOWS = 0.8  # correlation of commands with the states that they lead to
 STEPS = 0.5  # correlation of commands with the change of the state
-NEAR = 0.2  # mean distance that counts as near, as a share of the mean size
+NEAR = 0.2  # median distance that counts as near, as a share of the median size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +52,12 @@ def check_lengths(recording: Recording, action_horizon: int) -> list[Finding]:
     numbers, lengths = numbers[kept], lengths[kept]
     out = []
     if (short := numbers[lengths < SHORT * np.median(lengths)]).size:
-        text = f"have less than {SHORT:.0%} of the median length ({np.median(lengths):g} frames): aborted recordings? Exclude them."
-        out.append(Finding("warning", "episodes", recording.folder.name, f"{name_episodes(short)} {text}"))
+        text = f"less than {SHORT:.0%} of the median length ({np.median(lengths):g} frames). An aborted recording? Exclude it."
+        out.append(Finding("warning", "episodes", recording.folder.name, f"{name_episodes(short)}: {text}"))
     if (short := numbers[lengths < action_horizon]).size:
-        share = padded_share(lengths, action_horizon)
-        text = f"shorter than the horizon of {action_horizon} steps: no chunk of theirs is whole; of all steps {share:.0%} are padding. Lower the horizon?"
-        out.append(Finding("warning", "episodes", recording.folder.name, f"{name_episodes(short)} are {text}"))
+        share = padded_share(lengths[lengths < action_horizon], action_horizon)
+        text = f"shorter than the horizon of {action_horizon} steps: no chunk of theirs is whole, {share:.0%} of their steps are padding. Lower the horizon?"
+        out.append(Finding("warning", "episodes", recording.folder.name, f"{name_episodes(short)}: {text}"))
     return out
 
 
@@ -105,29 +107,36 @@ def check_numbers_finite(recording: Recording, robot: Robot) -> list[Finding]:
 
 def check_idle(recording: Recording, robot: Robot) -> list[Finding]:
     """Episodes in which nothing moves, and long pauses, both seen in the state."""
-    width = spread(recording.state[recording.finite])
-    moving = width >= FLOOR * np.array([dim.high - dim.low for dim in robot.state])
-    state, name = recording.state[:, moving], recording.folder.name
-    out = []
-    idle = [number for number, rows in recording.episodes() if not (np.ptp(state[rows], axis=0) >= IDLE_EPISODE * width[moving]).any()]
+    state, width = moving_state(recording, robot)
+    name, out = recording.folder.name, []
+    idle = [number for number, rows in recording.episodes() if not (np.ptp(state[rows], axis=0) >= IDLE_EPISODE * width).any()]
     if idle:
-        text = f"{name_episodes(idle)} are idle: no dim of the state moves by {IDLE_EPISODE:.0%} of its range. Exclude them."
+        text = f"{name_episodes(idle)}: idle, no dim of the state moves by {IDLE_EPISODE:.0%} of its range. Exclude what shows nothing."
         out.append(Finding("warning", "idle", name, text))
-    if (share := idle_share(recording, state, width[moving])) > IDLE_SHARE:
+    if (share := idle_share(recording, robot)) > IDLE_SHARE:
         text = f"{share:.0%} of the frames belong to pauses of {IDLE_SECONDS:g} s and longer: the policy learns to stand still. Cut the pauses."
         out.append(Finding("warning", "idle", name, text))
     return out
 
 
-def idle_share(recording: Recording, state: np.ndarray, width: np.ndarray) -> float:
-    """The share of frames in pauses; state: float32[n, d] of the dims that move, width: float64[d], their ranges."""
+def idle_share(recording: Recording, robot: Robot) -> float:
+    """The share of frames in pauses."""
+    state, width = moving_state(recording, robot)
     still = np.zeros(len(recording), bool)
     same = (np.abs(np.diff(state, axis=0)) < IDLE_FRAME * width).all(1) & (np.diff(recording.episode) == 0)
     ends = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(int)))
     for first, end in ends.reshape(-1, 2):
         if end - first >= IDLE_SECONDS * recording.folder.fps:
             still[first : end + 1] = True
-    return float(still.mean())
+    return float(still.mean()) if len(still) else 0.0
+
+
+def moving_state(recording: Recording, robot: Robot) -> tuple[np.ndarray, np.ndarray]:
+    """The state's dims that move, float32[n, d], and their ranges, q99 - q01, float64[d]."""
+    good = recording.state[recording.finite]
+    low, high = np.percentile(good, (1, 99), axis=0) if len(good) else np.zeros((2, len(robot.state)))
+    moving = high - low >= range_floors(robot.state, "quantile")
+    return recording.state[:, moving], (high - low)[moving]
 
 
 def check_units(recording: Recording, robot: Robot) -> list[Finding]:
@@ -169,11 +178,15 @@ def check_actions(recording: Recording, robot: Robot, recorded: Sequence[Recorde
 
 
 def check_motion(key: str, stats: FieldStats, dims: tuple[Dim, ...]) -> list[Finding]:
-    """Dims that hardly move, and outliers that a Pipeline refuses."""
+    """Dims that hardly move or move little, and outliers that a Pipeline refuses."""
     out = []
+    still = stats.near_constant(dims)
+    if little := [f"{i} {dims[i].name!r}" for i in np.flatnonzero(stats.near_constant(dims, LITTLE) & ~still)]:
+        text = f"move within {LITTLE:.0%} of their range. Normalised they fill all of -1 to 1, noise included: is that part of the robot used?"
+        out.append(Finding("note", "motion", f"{key} dims {', '.join(little)}", text))
     for i, dim in enumerate(dims):
         where = f"{key} dim {i} {dim.name!r}"
-        if stats.near_constant(dims)[i]:
+        if still[i]:
             seen = f"q99 - q01 is {stats.q99[i] - stats.q01[i]:.3g} {dim.unit}, below {FLOOR:.1%} of {dim.low:g} to {dim.high:g}"
             text = f"{'is constant' if stats.min[i] == stats.max[i] else 'hardly moves'}: {seen}. It is widened to that before it is normalised; is it used?"
             out.append(Finding("warning", "motion", where, text))
@@ -202,11 +215,11 @@ def check_prompts(recordings: Iterable[Recording]) -> list[Finding]:
     for recording in recordings:
         name = recording.folder.name
         if (unknown := recording.episode[recording.prompt == UNKNOWN]).size:
-            out.append(Finding("error", "prompts", name, f"{name_episodes(unknown)} have a task that the dataset does not list. Copy its meta folder again."))
+            out.append(Finding("error", "prompts", name, f"{name_episodes(unknown)}: a task that the dataset does not list. Copy its meta folder again."))
         for i, prompt in enumerate(recording.prompts):
             if not clean_task(prompt):
                 where = name_episodes(recording.episode[recording.prompt == i])
-                out.append(Finding("error", "prompts", name, f"{where} have an empty prompt {prompt!r}. Say there what the robot does."))
+                out.append(Finding("error", "prompts", name, f"{where}: an empty prompt, {prompt!r}. Say there what the robot does."))
         used |= {clean_task(prompt) for prompt in recording.prompts}
     if len(used) == 1:
         text = f"one prompt for all, {min(used)!r}: the policy learns to ignore language. Add other tasks or wordings, or know that it will."
@@ -219,14 +232,6 @@ def name_episodes(numbers: Iterable[int], limit: int = 8) -> str:
     distinct = list(dict.fromkeys(int(number) for number in numbers))
     shown = ", ".join(map(str, distinct[:limit])) + (f" and {len(distinct) - limit} more" if len(distinct) > limit else "")
     return f"episode{'s' * (len(distinct) > 1)} {shown}"
-
-
-def spread(values: np.ndarray) -> np.ndarray:
-    """q99 - q01 of each column of [n, d], float64[d]; 0 without rows."""
-    if not len(values):
-        return np.zeros(values.shape[1])
-    low, high = np.percentile(values, (1, 99), axis=0)
-    return (high - low).astype(np.float64)
 
 
 def _columns(recording: Recording, robot: Robot) -> tuple[tuple[str, tuple[Dim, ...], np.ndarray], ...]:
@@ -242,12 +247,12 @@ def _guess(recording: Recording, action_dim: int, state_dim: int) -> Recorded:
     action, state = recording.actions[:, action_dim].astype(np.float64), recording.state[:, state_dim].astype(np.float64)
     if not good.any() or np.ptp(action[good]) == 0 or np.ptp(state[good]) == 0:
         return "still"
-    size, distance = float(np.abs(action[good]).mean()), float(np.abs(action - state)[good].mean())
+    size, distance = float(np.median(np.abs(action[good]))), float(np.median(np.abs(action - state)[good]))
     if distance < NEAR * size:
         return "absolute"
     follows, steps = 0.0, 0.0
     for lag in LAGS:
-        now, later = recording.pairs(lag)
+        now, later = (rows[:: max(1, len(rows) // MAX_PAIRS)] for rows in recording.pairs(lag))
         follows = max(follows, _correlation(action[now], state[later]))
         steps = max(steps, _correlation(action[now], state[later] - state[now]))
     if follows > max(FOLLOWS, steps):
@@ -256,7 +261,10 @@ def _guess(recording: Recording, action_dim: int, state_dim: int) -> Recorded:
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """|Pearson's|: a gripper's command may run the other way; 0 where one is constant."""
-    x, y = x - x.mean() if len(x) else x, y - y.mean() if len(y) else y
+    """|Pearson's| of the ranks, so that a spike counts as one value; |...|: a gripper's command may run the other way; 0 where one is constant."""
+    if not len(x):
+        return 0.0
+    x, y = (np.unique(values, return_inverse=True)[1].astype(np.float64) for values in (x, y))
+    x, y = x - x.mean(), y - y.mean()
     size = float(np.sqrt((x**2).sum() * (y**2).sum()))
     return abs(float((x * y).sum())) / size if size > 0 else 0.0

@@ -89,13 +89,14 @@ def examine(subject: Subject, out: Path) -> Report:
     for part in subject.parts:
         views, found = camera_checks.look(part.folder, robot, part.exclude)
         findings += found + _check_rate(part, subject)
-        sheet += camera_checks.sheet_rows(part.folder, views)
         facts["cameras"] += [_view_facts(part.folder, view) for view in views]
         try:
             recordings.append(read_recording(part.folder, robot, part.exclude))
         except DataError as error:
             findings.append(Finding("error", "columns", part.folder.name, str(error)))
+            sheet += camera_checks.sheet_rows(part.folder, views, {})
             continue
+        sheet += camera_checks.sheet_rows(part.folder, views, recordings[-1].first_prompts())
         findings += _check_recording(recordings[-1], subject)
         facts["datasets"].append(_recording_facts(recordings[-1], subject))
     findings += checks.check_prompts(recordings)
@@ -137,7 +138,6 @@ def _check_recording(recording: Recording, subject: Subject) -> list[Finding]:
         *checks.check_numbers_finite(recording, robot),
         *checks.check_idle(recording, robot),
         *checks.check_units(recording, robot),
-        *checks.check_actions(recording, robot, checks.guess_recorded(recording, robot)),
         *_check_own_stats(recording.folder, robot),
     ]
 
@@ -171,7 +171,9 @@ def _find_stats(subject: Subject, recordings: Sequence[Recording]) -> tuple[Norm
     try:
         stats.check_fingerprint(make_fingerprint(roots, subject.robot, **options))
     except DataError as error:
-        return stats, [Finding("error", "statistics", str(subject.norm_stats), str(error))]
+        sizes = {"state": len(subject.robot.state), "actions": len(subject.robot.actions)}
+        fits = all(key in stats.fields and len(stats.fields[key].mean) >= size for key, size in sizes.items())
+        return stats if fits else None, [Finding("error", "statistics", str(subject.norm_stats), str(error))]
     return stats, []
 
 
@@ -183,6 +185,8 @@ def _check_with_stats(subject: Subject, recordings: Sequence[Recording], stats: 
         out += checks.check_motion(key, stats.fields[key], dims)
         facts[key] = _field_facts(stats, key, dims)
     guesses = [checks.guess_recorded(recording, robot) for recording in recordings]
+    for guess, recording in zip(guesses, recordings, strict=True):
+        out += checks.check_actions(recording, robot, guess)
     for i, (fact, delta) in enumerate(zip(facts["actions"], robot.delta_mask, strict=True)):
         fact |= {"recorded": " or ".join(dict.fromkeys(guess[i] for guess in guesses)), "delta": bool(delta)}
     floors = range_floors(robot.state, method, FLOOR)
@@ -233,7 +237,7 @@ def _check_saved(path: Path, lengths: TokenLengths) -> list[Finding]:
     try:
         TokenLengths.load(path).check_fingerprint(lengths.fingerprint)
     except DataError as error:
-        return [Finding("note", "tokens", str(path), f"{error} A max_token_len that was taken from it is of other data.")]
+        return [Finding("note", "tokens", str(path), f"is out of date, and so is a max_token_len that was taken from it. {error}")]
     return []
 
 
@@ -264,8 +268,6 @@ def _view_facts(folder: Folder, view: camera_checks.View) -> dict[str, Any]:
 
 def _recording_facts(recording: Recording, subject: Subject) -> dict[str, Any]:
     lengths = np.array([rows.stop - rows.start for _, rows in recording.episodes()])
-    width = checks.spread(recording.state[recording.finite])
-    moving = width >= range_floors(subject.robot.state, "quantile")
     return {
         "dataset": recording.folder.name,
         "fps": recording.folder.fps,
@@ -273,7 +275,7 @@ def _recording_facts(recording: Recording, subject: Subject) -> dict[str, Any]:
         "frames": len(recording),
         "lengths": [int(lengths.min()), float(np.median(lengths)), int(lengths.max())] if len(lengths) else [],
         "padded_share": round(checks.padded_share(lengths, subject.action_horizon), 4) if len(lengths) else 0.0,
-        "idle_share": round(checks.idle_share(recording, recording.state[:, moving], width[moving]), 4) if len(lengths) else 0.0,
+        "idle_share": round(checks.idle_share(recording, subject.robot), 4),
     }
 
 
@@ -288,4 +290,5 @@ def _prompt_facts(recordings: Sequence[Recording], tokenizer: Tokenizer | None, 
 def _field_facts(stats: NormStats, key: str, dims: Sequence[Dim]) -> list[dict[str, Any]]:
     field = stats.fields[key]
     numbers = ("min", "q01", "q99", "max")
-    return [{"name": dim.name, "unit": dim.unit} | {name: float(getattr(field, name)[i]) for name in numbers} for i, dim in enumerate(dims)]
+    values = {name: [float(value) if np.isfinite(value) else None for value in getattr(field, name)] for name in numbers}
+    return [{"name": dim.name, "unit": dim.unit} | {name: values[name][i] for name in numbers} for i, dim in enumerate(dims)]

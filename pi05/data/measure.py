@@ -29,7 +29,7 @@ Blocks = Callable[[], Iterable[Mapping[str, np.ndarray]]]
 
 PERCENTS = (1, 99)
 HALF = 1 << 16  # counters for 16 of the 32 bits
-BLOCK_VALUES = 1 << 18  # of a block of action chunks: small enough for a cache, large enough to outweigh adding the counters
+BLOCK_VALUES = 1 << 16  # of each dim in a block of action chunks: small enough for a cache, large enough to outweigh adding HALF counters
 
 Excluded = Sequence[int] | Sequence[Sequence[int]]
 
@@ -197,7 +197,7 @@ class _Table:
 
 def _chunks(roots: Sequence[Path], robot: Robot, *, action_horizon: int, padded_steps: PaddedSteps, exclude: Excluded) -> Iterator[dict[str, np.ndarray]]:
     """The numbers that the model sees, block by block."""
-    block = max(1, BLOCK_VALUES // (action_horizon * len(robot.actions)))
+    block = max(1, BLOCK_VALUES // action_horizon)
     for root, left_out in _each(roots, exclude):
         for table in _tables(root, robot, left_out):
             total = len(table.state)

@@ -56,10 +56,14 @@ class NormStats:
     fields: dict[str, FieldStats]
     fingerprint: dict[str, str]
 
-    def save(self, path: Path) -> None:
-        """Writes JSON that openpi reads too (save_json)."""
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, which openpi reads too."""
         fields = {key: {name: _to_json(getattr(stats, name)) for name in ARRAYS} | {"count": stats.count} for key, stats in self.fields.items()}
-        save_json(path, {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, "norm_stats": fields})
+        return {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, "norm_stats": fields}
+
+    def save(self, path: Path) -> None:
+        """Writes `to_dict` as JSON (save_json)."""
+        save_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: Path) -> Self:

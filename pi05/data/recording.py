@@ -44,6 +44,10 @@ class Recording:
         for first, end in zip(starts, [*starts[1:], len(self)], strict=True):
             yield int(self.episode[first]), slice(int(first), int(end))
 
+    def first_prompts(self) -> dict[int, str]:
+        """The prompt that each episode, by its number, begins with; unknown ones are left out."""
+        return {number: self.prompts[self.prompt[rows.start]] for number, rows in self.episodes() if self.prompt[rows.start] != UNKNOWN}
+
     @property
     def finite(self) -> np.ndarray:
         """bool[n], the frames whose numbers are all finite."""

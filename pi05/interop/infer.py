@@ -139,5 +139,6 @@ def _tokens(row: Param, shapes: Shapes, layout: Literal["openpi", "published"]) 
 
 def _known(sizes: Sizes, token: str, group: str, where: object) -> int:
     if token not in sizes:
-        raise CheckpointError(f"{where} is not a whole Pi0.5 model: its tensors do not tell the size {token!r} of {group}.")
+        telling = [row.name for row in TABLE if row.group == group and token in row.axes.split()]
+        raise CheckpointError(f"{where} is not a whole Pi0.5 model: it has none of {', '.join(telling[:3]) or group}.")
     return sizes[token]

@@ -153,7 +153,6 @@ def _relative(robot: Robot) -> tuple[bool, list[str], list[str]]:
     absolute = [name for name, delta in zip(names, mask, strict=True) if not delta]
     faults = {
         "converts its numbers (its file subclasses Robot)": robot.fingerprint["conversion"] != "Robot",
-        f"reads its actions from {robot.action_column!r}, not {ACTION!r}": robot.action_column != ACTION,
         "composes rotations (rotation_delta: relative)": robot.rotation_delta == "relative" and mask.any(),
         "has relative actions at other places than the state dims they are relative to": any(
             delta and (i >= len(robot.state) or robot.state_names[i] != name) for i, (name, delta) in enumerate(zip(names, mask, strict=True))

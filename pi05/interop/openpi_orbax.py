@@ -21,7 +21,7 @@ from pi05.errors import CheckpointError
 from pi05.interop.assets import Assets, Sidecar, read_openpi_assets, write_openpi_assets
 from pi05.interop.infer import check_is_pi05, infer_spec
 from pi05.interop.source import Shape, Source, has_lora, packed_counts, table_build, table_places
-from pi05.params import ROWS, Param, shape, write
+from pi05.params import ROWS, Param, shape, shapes, write
 from pi05.spec import LoRA, ModelSpec
 
 METADATA = "_METADATA"
@@ -74,26 +74,41 @@ def open_orbax(folder: Path, *, like: ModelSpec | None = None, lora_alpha: Mappi
 
 
 def write_orbax(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], spec: ModelSpec, assets: Assets, history: tuple[str, ...]) -> None:
-    """Writes a checkpoint that openpi restores, with pi05.json beside it; holds one copy of the parameters.
+    """Writes a checkpoint that openpi restores, with pi05.json beside it.
 
     Raises:
         CheckpointError: the model has adapters, which openpi cuts in another way.
     """
-    import orbax.checkpoint as ocp
-
     if has_lora(spec):
         raise CheckpointError("openpi cuts adapters in another way than ours, so these have no place in its tree. Merge them: --merge-lora.")
+    _write_tree((folder / "params").resolve(), shapes(spec, "openpi"), write(tensors, spec, "openpi"))
+    write_openpi_assets(folder, assets)
+    Sidecar(spec, assets, history).save(folder)
+
+
+def _write_tree(where: Path, sizes: Mapping[str, Shape], tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+    """Writes the arrays one at a time: orbax makes the checkpoint with numbers in their places, then each array takes its own.
+
+    Orbax alone would hold the tree twice, 27 GB of the published model.
+    """
+    import orbax.checkpoint as ocp
+    import tensorstore
+
     tree: dict[str, Any] = {}
-    for name, array in write(tensors, spec, "openpi"):
+    for name in sizes:
         *parents, leaf = name.split("/")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = array if array.flags.c_contiguous and array.flags.owndata else np.array(array)
+        node[leaf] = np.zeros((), np.float32)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save((folder / "params").resolve(), {"params": tree})
-    write_openpi_assets(folder, assets)
-    Sidecar(spec, assets, history).save(folder)
+        checkpointer.save(where, {"params": tree})
+    for name, array in tensors:
+        place = {"driver": "ocdbt", "base": f"file://{where}/", "path": f"params.{name.replace('/', '.')}/"}
+        chunks = [1, *array.shape[1:]] if array.ndim > 2 else list(array.shape)  # one a layer, so that none is larger than 270 MB
+        schema = {"dtype": "<f4", "shape": list(array.shape), "chunks": chunks, "compressor": {"id": "zstd", "level": 1}}
+        target = tensorstore.open({"driver": "zarr", "kvstore": place, "metadata": schema}, create=True, delete_existing=True).result()
+        target.write(array, can_reference_source_data_indefinitely=True).result()
 
 
 def _open_arrays(where: Path) -> dict[str, Any]:

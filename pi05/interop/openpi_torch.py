@@ -72,7 +72,9 @@ def open_published(
     names = standard_names(list(files.shapes), prefix)
     check_is_pi05(list(names), folder)
     dropped = _dropped(names)
-    if EMBEDDING not in names and TIED_HEAD in names:
+    if EMBEDDING not in names and TIED_HEAD not in names:
+        raise CheckpointError(f"{folder} has no token embedding: neither {EMBEDDING} nor {TIED_HEAD}, which openpi ties to it. Copy or convert it again.")
+    if EMBEDDING not in names:
         names[EMBEDDING] = names.pop(TIED_HEAD)
         dropped.pop(TIED_HEAD, None)
     sizes = {name: files.shapes[own] for name, own in names.items()}

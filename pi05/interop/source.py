@@ -130,8 +130,8 @@ def merge_lora(tensors: Iterator[tuple[str, np.ndarray]], spec: ModelSpec) -> It
 
 
 def _merged(row: Param, weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    out = np.array(weight)
-    matrices = rearrange(out, f"{row.axes} -> {row.jax}")  # a view: the axes that are joined lie side by side
+    out = np.array(weight, order="C")
+    matrices = rearrange(out, f"{row.axes} -> {row.jax}")  # a view, as the joined axes lie side by side
     a, b = a.reshape(len(a), -1, a.shape[-1]), b.reshape(len(b), b.shape[1], -1)
     for layer in range(len(matrices)):
         matrices[layer] = matrices[layer].astype(np.float64) + scale * (a[layer].astype(np.float64) @ b[layer].astype(np.float64))

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from pi05.checkpoint import PARAMS
 from pi05.errors import CheckpointError, ParamsError
 from pi05.initial import initial_params
 from pi05.interop import lerobot, openpi_orbax, openpi_torch, own
@@ -72,14 +73,14 @@ def open_source(source: str | Path, *, like: ModelSpec | None = None, lora_alpha
         CheckpointError: there is no checkpoint; says what was looked for.
     """
     folder = locate(source)
-    if (folder / own.FILE).is_file():
-        return own.open_own(folder)
+    if (ours := own.find_own(folder)) is not None:
+        return own.open_own(ours)
     if openpi_orbax.find_params(folder) is not None:
         return openpi_orbax.open_orbax(folder, like=like, lora_alpha=lora_alpha, asset_id=asset_id)
     if openpi_torch.find_files(folder):
         return lerobot.open_lerobot(folder, like=like) if lerobot.is_lerobot(folder) else openpi_torch.open_torch(folder, like=like, asset_id=asset_id)
     inside = sorted(path.name for path in folder.iterdir())
-    looked_for = f"{own.FILE} (pi05), {openpi_torch.FILE} (openpi's PyTorch, LeRobot), params/{openpi_orbax.METADATA} or {openpi_orbax.METADATA} (openpi's JAX)"
+    looked_for = f"{PARAMS} (pi05), {openpi_torch.FILE} (openpi's PyTorch, LeRobot), params/{openpi_orbax.METADATA} or {openpi_orbax.METADATA} (openpi's JAX)"
     steps = [name for name in inside if name.isdigit()]
     hint = f"Its folders {', '.join(steps[-3:])} look like steps: name one of them." if steps else "Name the folder that holds one of these."
     raise CheckpointError(f"{folder} is no checkpoint: there is no {looked_for}, but {listed(inside)}. {hint}")
@@ -137,8 +138,8 @@ def fit(opened: Source, spec: ModelSpec, policy: ShapePolicy) -> tuple[ModelSpec
         shapes = "; ".join(f"{row.name} is {shape(row, theirs)} there and {shape(row, ours)} here" for row in different)
         cannot = "slice cannot make more dims than there are. " if policy == "slice" else ""
         raise CheckpointError(
-            f"{opened.where} has action_dim {have}, the model {want}: {shapes}. {cannot}Choose on_shape_mismatch: pad_data (the model takes "
-            f"action_dim {have}, actions are padded with zeros to it), slice (keep the first {want} dims) or reinit (these tensors start anew)."
+            f"{opened.where} has action_dim {have}, the model {want}: {shapes}. {cannot}Choose: pad_data, which is action_dim {have} for the model "
+            f"(actions are padded with zeros to it); or on_shape_mismatch slice (keep the first {want} dims) or reinit (these tensors start anew)."
         )
     return spec, names
 

@@ -31,21 +31,26 @@ class TensorFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.metadata: dict[str, str] = {}
-        self._files = {}
+        self._paths: dict[str, Path] = {}
         for path in paths:
-            try:
-                file = safe_open(path, framework="np")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is no whole safetensors file ({error}). Copy or download it again.") from error
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                if name in self._files:
-                    raise CheckpointError(f"{path} holds {name}, and so does another file beside it. Keep one of the two.")
-                self._files[name], self.shapes[name] = file, tuple(file.get_slice(name).get_shape())
-            self.metadata |= file.metadata() or {}
+            with _open(path) as file:
+                for name in file.keys():  # noqa: SIM118 - it is no dict
+                    if name in self._paths:
+                        raise CheckpointError(f"{path} holds {name}, and so does another file beside it. Keep one of the two.")
+                    self._paths[name], self.shapes[name] = path, tuple(file.get_slice(name).get_shape())
+                self.metadata |= file.metadata() or {}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, in its own dtype."""
-        return self._files[name].get_tensor(name)
+        with _open(self._paths[name]) as file:  # anew each time: an open file's pages stay in memory, in the end all of them
+            return file.get_tensor(name)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is no whole safetensors file ({error}). Copy or download it again.") from error
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]], metadata: Mapping[str, str]) -> None:

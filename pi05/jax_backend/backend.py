@@ -14,6 +14,7 @@ from jax import Array
 
 from pi05.batch import Batch, Draws, LossParts, Observation
 from pi05.errors import ConfigError
+from pi05.jax_backend.attention import check_kernels
 from pi05.jax_backend.model import Pi05, abstract_model, map_arrays, with_params
 from pi05.jax_backend.optimizer import OptimizerState, apply_gradients, global_norm, init_optimizer, read_moments, restore_optimizer
 from pi05.jax_backend.sampling import sample_actions
@@ -47,6 +48,7 @@ class Backend:
         self._learned_names = recipe.trains(spec)  # canonical
         self._learned = frozenset(shapes(spec, "jax", self._learned_names))
         self._device = _find_device(device)
+        check_kernels(compute.strategy, (spec.vision.head_dim, spec.trunk.head_dim), on_gpu=self._device.platform == "gpu")
         self._shell = abstract_model(spec, compute)
 
     def describe(self) -> str:

@@ -5,14 +5,15 @@ Dtypes: the residual streams in the compute dtype; norms, rotary embedding, atte
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jax import Array
 
-from pi05.jax_backend.attention import attention
-from pi05.jax_backend.layers import AdaRMSNorm, Embedding, Linear, RMSNorm, add_gated, gelu, rotate, scan_layers, stack_layers
+from pi05.jax_backend.attention import attention, is_fused, join
+from pi05.jax_backend.layers import AdaRMSNorm, Embedding, Linear, RMSNorm, add_gated, gelu, region, rotate, scan_layers, stack_layers, unless
 from pi05.spec import Compute, GemmaSpec
 
 
@@ -54,6 +55,7 @@ class Stream:
     valid: Array
 
 
+@region
 def project_heads(layer: GemmaLayer, x_BTD: Array, cond_BD: Array | None, angles: tuple[Array, Array]) -> tuple[Array, Array, Array, Array | None]:
     """Normalises the stream; returns rotated queries [B, T, N, H] and keys [B, T, K, H], values, and the gate of the attention branch."""
     head_dim = 2 * angles[0].shape[-1]
@@ -62,6 +64,7 @@ def project_heads(layer: GemmaLayer, x_BTD: Array, cond_BD: Array | None, angles
     return rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH, gate_B1D
 
 
+@region
 def finish_layer(layer: GemmaLayer, x_BTD: Array, attn_BTNH: Array, gate_B1D: Array | None, cond_BD: Array | None) -> Array:
     """Adds the attention branch, then the GeGLU branch (Shazeer 2020)."""
     x_BTD = add_gated(x_BTD, layer.o_proj(rearrange(attn_BTNH, "B T N H -> B T (N H)")), gate_B1D)
@@ -69,25 +72,38 @@ def finish_layer(layer: GemmaLayer, x_BTD: Array, attn_BTNH: Array, gate_B1D: Ar
     return add_gated(x_BTD, layer.down_proj(gelu(layer.gate_proj(h_BTD)) * layer.up_proj(h_BTD)), gate_B1D)
 
 
-def block(layers: tuple, xs: tuple, prefix: Stream | None, suffix: Stream | None, cond_BD: Array | None, cache: dict | None, compute: Compute) -> tuple:
+def block(
+    layers: tuple, xs: tuple, prefix: Stream | None, suffix: Stream | None, cond_BD: Array | None, cache: dict | None, compute: Compute, last: Any = None
+) -> tuple:
     """One layer of both transformers.
 
     layers: (trunk, expert). xs: (prefix x, suffix x), None where the stream is absent; `prefix` and `suffix` give angles and validity.
     cache: {"k", "v"} of this layer's prefix [B, P, K, H] where the prefix itself is absent.
+    last: whether nothing reads the new prefix, so that only its keys and values are computed; None: it is read, and intermediates are wanted.
     Returns the new (prefix x, suffix x) and the intermediates; of the prefix, "trunk.k" and "trunk.v" are the cache.
     """
     (trunk, expert), (prefix_x, suffix_x), taps = layers, xs, {}
     if prefix_x is not None:
         q_BPNH, k_BPKH, v_BPKH, gate_B1D = project_heads(trunk, prefix_x, None, prefix.angles)
-        attn_BPNH = attention(q_BPNH, k_BPKH, v_BPKH, prefix.valid, strategy=compute.attention)
-        prefix_x = finish_layer(trunk, prefix_x, attn_BPNH, gate_B1D, None)
-        taps |= {"trunk.q": q_BPNH, "trunk.k": k_BPKH, "trunk.v": v_BPKH, "trunk.attn": attn_BPNH, "trunk.out": prefix_x}
         cache = {"k": k_BPKH, "v": v_BPKH}
+
+        def attend() -> Array:
+            return attention(q_BPNH, k_BPKH, v_BPKH, prefix.valid, strategy=compute.strategy)
+
+        if last is None:
+            attn_BPNH = attend()
+            prefix_x = finish_layer(trunk, prefix_x, attn_BPNH, gate_B1D, None)
+            taps |= {"trunk.q": q_BPNH, "trunk.k": k_BPKH, "trunk.v": v_BPKH, "trunk.attn": attn_BPNH, "trunk.out": prefix_x}
+        else:
+            prefix_x = unless(last, lambda x_BPD: finish_layer(trunk, x_BPD, attend(), gate_B1D, None), prefix_x)
     if suffix_x is not None:
         q_BANH, k_BAKH, v_BAKH, gate_B1D = project_heads(expert, suffix_x, cond_BD, suffix.angles)
-        k_BSKH, v_BSKH = (jnp.concatenate(both, axis=1) for both in ((cache["k"], k_BAKH), (cache["v"], v_BAKH)))
-        valid_BS = jnp.concatenate((prefix.valid, suffix.valid), axis=1)
-        attn_BANH = attention(q_BANH, k_BSKH, v_BSKH, valid_BS, strategy=compute.attention)
+        both = ((cache["k"], k_BAKH), (cache["v"], v_BAKH), (prefix.valid, suffix.valid))
+        if is_fused(compute.strategy):
+            k_BSKH, v_BSKH, valid_BS = (join(*parts, prefix.valid, suffix.valid) for parts in both)
+        else:
+            k_BSKH, v_BSKH, valid_BS = (jnp.concatenate(parts, axis=1) for parts in both)
+        attn_BANH = attention(q_BANH, k_BSKH, v_BSKH, valid_BS, strategy=compute.strategy)
         suffix_x = finish_layer(expert, suffix_x, attn_BANH, gate_B1D, cond_BD)
         taps |= {"expert.q": q_BANH, "expert.k": k_BAKH, "expert.v": v_BAKH, "expert.attn": attn_BANH, "expert.out": suffix_x}
     return (prefix_x, suffix_x), taps
@@ -108,16 +124,19 @@ def run_layers(
 
     cache: {"k", "v"} [L, B, P, K, H] of an earlier call; then only the suffix is computed and `prefix.x` is not read.
     keep: names of the block's intermediates to return, stacked over layers.
-    Returns the final prefix [B, P, D] (None with a cache), the final suffix [B, A, D] (None without one), and what was kept.
+    Returns the final prefix [B, P, D] (None with a cache, and where it is not read: there is a suffix, and no intermediates are wanted), the
+    final suffix [B, A, D] (None without one), and what was kept.
     """
 
-    def body(layers: tuple, xs: tuple, layer_cache: dict | None) -> tuple[tuple, dict[str, Array]]:
-        xs, taps = block(layers, xs, prefix, suffix, cond_BD, layer_cache, compute)
+    prefix_is_read = suffix is None or bool(keep)
+
+    def body(layers: tuple, xs: tuple, layer_cache: dict | None, last: Any) -> tuple[tuple, dict[str, Array]]:
+        xs, taps = block(layers, xs, prefix, suffix, cond_BD, layer_cache, compute, None if prefix_is_read else last)
         return xs, {name: taps[name] for name in keep if name in taps}
 
     start = (None if cache is not None else prefix.x, None if suffix is None else suffix.x)
     (prefix_x, suffix_x), kept = scan_layers(body, (trunk.layers, expert.layers), start, cache, remat=compute.remat)
-    final_prefix = None if prefix_x is None else trunk.final_norm(prefix_x, None)[0]
+    final_prefix = None if prefix_x is None or not prefix_is_read else trunk.final_norm(prefix_x, None)[0]
     final_suffix = None if suffix_x is None else expert.final_norm(suffix_x, cond_BD)[0]
     return final_prefix, final_suffix, kept
 

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from pi05.params import MODULATION_SLOTS
 from pi05.spec import NORM_EPS, LoRA, rope_table, time_frequencies
+
+_RESIDUAL = "kept"
 
 
 def cast(x: Array, dtype: Any) -> Array:
@@ -25,6 +28,21 @@ def cast(x: Array, dtype: Any) -> Array:
 def promote(x: Array) -> Array:
     """Returns x in float32, or as it is where it is float64."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def keep(x: Array) -> Array:
+    """Returns x, which a layer that is recomputed in the backward pass keeps (in JAX; PyTorch computes it again)."""
+    return checkpoint_name(x, _RESIDUAL)
+
+
+def region(function: Callable) -> Callable:
+    """Marks a function (module, x, ...) of plain operations that PyTorch compiles on a GPU as one piece; JAX compiles whole steps anyway."""
+    return function
+
+
+def unless(condition: Any, function: Callable[[Array], Array], x: Array) -> Array:
+    """function(x), or x itself where `condition`, a bool or None for never, holds: then nothing is computed."""
+    return function(x) if condition is None else jax.lax.cond(condition, lambda x: x, function, x)
 
 
 def matmul(x: Array, weight: Array) -> Array:
@@ -155,17 +173,21 @@ def stack_layers(make: Callable[[], nnx.Module], depth: int) -> nnx.Module:
     return nnx.vmap(lambda _: make())(jnp.arange(depth))
 
 
-def scan_layers(body: Callable, layers: tuple, carry: Any, xs: dict | None = None, *, remat: bool = False) -> tuple[Any, dict]:
-    """Runs `carry, out = body(layer of each stack, carry, x)` over all layers; `xs` and the outs are dicts of arrays [L, ...].
+def scan_layers(body: Callable, layers: tuple, carry: Any, xs: dict | None = None, *, remat: str = "none") -> tuple[Any, dict]:
+    """Runs `carry, out = body(layer of each stack, carry, x, last)` over all layers; `xs` and the outs are dicts of arrays [L, ...].
 
-    remat: keep only the carry between layers and recompute the rest in the backward pass.
+    last: whether it is the last layer. remat: see spec.Compute.
     """
     graph, state = nnx.split(layers)
+    depth = len(jax.tree.leaves(state)[0])
 
     def step(carry: Any, slices: Any) -> tuple[Any, dict]:
-        layer_state, x = slices
-        return body(nnx.merge(graph, layer_state), carry, x)
+        layer_state, x, last = slices
+        return body(nnx.merge(graph, layer_state), carry, x, last)
 
-    if remat:
-        step = jax.checkpoint(step, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
-    return jax.lax.scan(step, carry, (state, xs))
+    kept = jax.checkpoint_policies.save_only_these_names(_RESIDUAL)
+    if remat == "elementwise":
+        kept = jax.checkpoint_policies.save_from_both_policies(kept, jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    if remat != "none":
+        step = jax.checkpoint(step, prevent_cse=False, policy=kept)
+    return jax.lax.scan(step, carry, (state, xs, jnp.arange(depth) == depth - 1))

@@ -26,7 +26,6 @@ Row = Mapping[str, Any]
 
 ROTATION_SIZE = 6
 OUTSIDE_SHARE = 0.05  # of the values of a dim; more than this outside its limits is a wrong unit or order, not noise
-ALREADY_DELTA = 0.2  # mean |action| below this share of mean |action - state|: the action is no target, it is a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,19 +213,6 @@ class Robot:
                 seen = f"{column.min():g} to {column.max():g}"
                 out.append(
                     f"{key} dim {dim.name!r}: {share:.0%} of the values ({seen}) lie outside {dim.low:g} to {dim.high:g} {dim.unit}.{_unit_hint(dim, column)}"
-                )
-        return out
-
-    def delta_warnings(self, states: np.ndarray, actions: np.ndarray) -> list[str]:
-        """Returns a line for each delta dim whose actions look relative already: `states` [N, S] and first `actions` [N, D], the dataset's."""
-        pairs = [(i, self.state_names.index(name)) for i, name in enumerate(self.action_names) if self.delta_mask[i] and self.actions[i].kind != "rotation6d"]
-        out = []
-        for i, j in pairs:
-            size, step = float(np.abs(actions[:, i]).mean()), float(np.abs(actions[:, i] - states[:, j]).mean())
-            if size < ALREADY_DELTA * step:
-                out.append(
-                    f"actions dim {self.action_names[i]!r} looks relative already: mean |action| is {size:.3g}, mean |action - state| {step:.3g} "
-                    f"{self.actions[i].unit}. If the dataset records steps, take {self.actions[i].kind!r} out of delta_kinds."
                 )
         return out
 

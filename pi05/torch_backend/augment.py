@@ -16,7 +16,8 @@ from pi05.torch_backend.layers import cast
 def augment(images_BCYX3: Array, draws: AugmentDraws, dtype: Any) -> Array:
     """Returns the images in [-1, 1], in `dtype` (at least float32), each changed by its own draws.
 
-    images_BCYX3: uint8 in 0..255 or float in [-1, 1]. Where the draws change nothing, the values are those that the model makes of uint8.
+    images_BCYX3: uint8 in 0..255 or float in [-1, 1]. Draws that change nothing leave every bit of the pixels in [0, 1]; scaled to [-1, 1]
+        they are what the model makes of uint8, up to the one rounding that a compiler saves by fusing.
     """
     pixels_BCYX3 = cast(images_BCYX3, dtype)
     pixels_BCYX3 = pixels_BCYX3 / 255 if images_BCYX3.dtype == torch.uint8 else (pixels_BCYX3 + 1) / 2

@@ -15,6 +15,7 @@ from pi05.errors import ConfigError
 from pi05.params import read, shapes, write
 from pi05.recipe import Recipe
 from pi05.spec import Compute, ModelSpec
+from pi05.torch_backend.attention import check_kernels
 from pi05.torch_backend.model import Pi05, abstract_model, map_arrays, with_params
 from pi05.torch_backend.optimizer import OptimizerState, apply_gradients, global_norm, init_optimizer, read_moments, restore_optimizer
 from pi05.torch_backend.sampling import sample_actions
@@ -45,6 +46,7 @@ class Backend:
         self._learned_names = recipe.trains(spec)  # canonical
         self._learned = frozenset(shapes(spec, "torch", self._learned_names))
         self._device = _find_device(device)
+        check_kernels(compute.strategy, (spec.vision.head_dim, spec.trunk.head_dim), on_gpu=self._device.type == "cuda")
         self._shell, self._loaded = abstract_model(spec, compute), {}
 
     def describe(self) -> str:

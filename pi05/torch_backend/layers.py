@@ -5,6 +5,7 @@ Dtypes: parameters are float32 and are cast to the dtype of x where they are use
 at least float32 (`promote`), so that a float64 run is float64 throughout.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,27 @@ def cast(x: Array, dtype: Any) -> Array:
 def promote(x: Array) -> Array:
     """Returns x in float32, or as it is where it is float64."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def keep(x: Array) -> Array:
+    """Returns x, which a layer that is recomputed in the backward pass keeps (in JAX; PyTorch computes it again)."""
+    return x
+
+
+def region(function: Callable) -> Callable:
+    """Marks a function (module, x, ...) of plain operations that PyTorch compiles on a GPU as one piece; JAX compiles whole steps anyway."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=False))  # not at import: loading the compiler takes seconds
+
+    @functools.wraps(function)
+    def run(module: nn.Module, x: Array, *rest: Any) -> Any:
+        return (compiled() if x.is_cuda else function)(module, x, *rest)
+
+    return run
+
+
+def unless(condition: Any, function: Callable[[Array], Array], x: Array) -> Array:
+    """function(x), or x itself where `condition`, a bool or None for never, holds: then nothing is computed."""
+    return x if condition else function(x)
 
 
 def matmul(x: Array, weight: Array) -> Array:
@@ -128,7 +150,7 @@ def gelu(x: Array) -> Array:
 
 def rotation(positions_BT: Array, head_dim: int, num_positions: int, dtype: Any) -> tuple[Array, Array]:
     """Cosines and sines [B, T, H / 2] of rotary embedding at `positions_BT`, which must lie below `num_positions`."""
-    cos_TH, sin_TH = (torch.as_tensor(table_TH, dtype=dtype, device=positions_BT.device) for table_TH in rope_table(head_dim, num_positions))
+    cos_TH, sin_TH = _tables(rope_table, (head_dim, num_positions), dtype, positions_BT.device)
     return cos_TH[positions_BT], sin_TH[positions_BT]
 
 
@@ -147,7 +169,7 @@ def time_embedding(time_B: Array, width: int) -> Array:
     part, whose product is exact, and a fine part, and whole turns are dropped before the parts are added: the result is good
     to 1e-6 without float64 (Cody and Waite 1980).
     """
-    coarse_D, fine_D = (torch.as_tensor(part_D, dtype=time_B.dtype, device=time_B.device) for part_D in time_frequencies(width))
+    coarse_D, fine_D = _tables(time_frequencies, (width,), time_B.dtype, time_B.device)
     time_B1 = promote(time_B)[:, None]
     coarse_B1 = torch.round(time_B1 * 4096) / 4096
     exact_BD = coarse_B1 * coarse_D
@@ -161,14 +183,22 @@ def stack_layers(make: Callable[[], nn.Module], depth: int) -> nn.Module:
     return nn.ModuleList([make() for _ in range(depth)])
 
 
-def scan_layers(body: Callable, layers: tuple, carry: Any, xs: dict | None = None, *, remat: bool = False) -> tuple[Any, dict]:
-    """Runs `carry, out = body(layer of each stack, carry, x)` over all layers; `xs` and the outs are dicts of arrays [L, ...].
+def scan_layers(body: Callable, layers: tuple, carry: Any, xs: dict | None = None, *, remat: str = "none") -> tuple[Any, dict]:
+    """Runs `carry, out = body(layer of each stack, carry, x, last)` over all layers; `xs` and the outs are dicts of arrays [L, ...].
 
-    remat: keep only the carry between layers and recompute the rest in the backward pass.
+    last: whether it is the last layer. remat: see spec.Compute.
     """
     outs: list[dict[str, Array]] = []
+    depth = len(layers[0])
     for index, layer in enumerate(zip(*layers, strict=True)):
-        x = None if xs is None else {name: array[index] for name, array in xs.items()}
-        carry, out = checkpoint(body, layer, carry, x, use_reentrant=False) if remat else body(layer, carry, x)
+        x, last = None if xs is None else {name: array[index] for name, array in xs.items()}, index == depth - 1
+        carry, out = checkpoint(body, layer, carry, x, last, use_reentrant=False) if remat == "layer" else body(layer, carry, x, last)
         outs.append(out)
     return carry, {name: torch.stack([out[name] for out in outs]) for name in outs[0]}
+
+
+@functools.cache
+def _tables(make: Callable[..., tuple], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Array, ...]:
+    """Tables of spec.py on a device, moved there once."""
+    with torch.inference_mode(False):  # a table that was first needed to act must also serve in training
+        return tuple(torch.as_tensor(table, dtype=dtype, device=device) for table in make(*sizes))

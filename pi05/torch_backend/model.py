@@ -18,6 +18,7 @@ from torch import nn
 from pi05.batch import Batch, Draws, LossDims, LossParts, Observation, PaddedSteps
 from pi05.params import read, write
 from pi05.spec import Compute, ModelSpec
+from pi05.torch_backend.attention import is_fused, pack, unpack
 from pi05.torch_backend.augment import augment
 from pi05.torch_backend.gemma import BLOCK_TAPS, Gemma, Stream, run_layers
 from pi05.torch_backend.layers import Linear, cast, promote, rotation, time_embedding
@@ -39,13 +40,14 @@ class Pi05(nn.Module):
         self.time_mlp_out = Linear(spec.expert.width, spec.expert.width, bias=True)
 
     def embed_prefix(self, observation: Observation, *, capture: bool = False) -> tuple[Stream, dict[str, Array]]:
-        """Image tokens of every camera, then text tokens; positions count valid tokens only."""
+        """Image tokens of every camera, then text tokens; with a fused strategy, the valid ones in front. Positions count valid tokens only."""
         image_BCPD, taps = self.vision(observation.images, capture=capture)
         text_BTD = cast(self.trunk.embed(observation.tokens), getattr(torch, self.compute.dtype))
         x_BPD = torch.concatenate((rearrange(image_BCPD, "B C P D -> B (C P) D"), text_BTD), axis=1)
-        image_valid_BP = repeat(observation.image_mask, "B C -> B (C P)", P=self.spec.vision.num_patches)
-        valid_BP = torch.concatenate((image_valid_BP, observation.token_mask), axis=1)
+        valid_BP = self._valid_prefix(observation)
         positions_BP = (torch.cumsum(valid_BP, 1, dtype=torch.int32) - 1).clip(0)
+        if is_fused(self.compute.strategy):
+            valid_BP, x_BPD, positions_BP = pack(valid_BP, x_BPD, positions_BP)
         taps |= {"prefix.embedded": x_BPD, "prefix.valid": valid_BP, "prefix.positions": positions_BP} if capture else {}
         return Stream(x_BPD, self._angles(positions_BP), valid_BP), taps
 
@@ -114,7 +116,13 @@ class Pi05(nn.Module):
         """Scores [B, T, V] of every token of the vocabulary at each text token of the prefix, through the tied embedding; at least float32."""
         prefix, _ = self.embed_prefix(observation)
         final_BPD, _, _ = run_layers(self.trunk, self.expert, prefix, None, None, self.compute)
+        if is_fused(self.compute.strategy):
+            final_BPD = unpack(self._valid_prefix(observation), final_BPD)
         return self.trunk.embed.logits(final_BPD[:, -observation.tokens.shape[1] :])
+
+    def _valid_prefix(self, observation: Observation) -> Array:
+        image_valid_BP = repeat(observation.image_mask, "B C -> B (C P)", P=self.spec.vision.num_patches)
+        return torch.concatenate((image_valid_BP, observation.token_mask), axis=1)
 
     def _angles(self, positions_BT: Array) -> tuple[Array, Array]:
         return rotation(positions_BT, self.spec.trunk.head_dim, self.spec.num_positions, getattr(torch, self.compute.full_dtype))

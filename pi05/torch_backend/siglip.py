@@ -4,6 +4,8 @@ Axes: B C Y X P N H D (see spec.py).
 Dtypes: image scaling, patch embedding and position embedding in at least float32, the layers in the compute dtype.
 """
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor as Array
@@ -11,7 +13,7 @@ from torch import nn
 
 from pi05.spec import Compute, ModelSpec, VisionSpec
 from pi05.torch_backend.attention import attention
-from pi05.torch_backend.layers import LayerNorm, Linear, cast, gelu, scan_layers, stack_layers
+from pi05.torch_backend.layers import LayerNorm, Linear, cast, gelu, region, scan_layers, stack_layers
 
 
 class VisionLayer(nn.Module):
@@ -29,13 +31,24 @@ class VisionLayer(nn.Module):
         self.down_proj = Linear(spec.mlp_dim, spec.width, bias=True, lora=spec.lora)
 
 
+@region
+def project_heads(layer: VisionLayer, x_BPD: Array, head_dim: int) -> tuple[Array, Array, Array]:
+    """Normalises the stream; returns queries, keys and values [B, P, N, H]."""
+    h_BPD = layer.attn_norm(x_BPD)
+    return tuple(rearrange(proj(h_BPD), "B P (N H) -> B P N H", H=head_dim) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+
+
+@region
+def finish_layer(layer: VisionLayer, x_BPD: Array, attn_BPNH: Array) -> Array:
+    """Adds the attention branch, then the feed-forward branch."""
+    x_BPD = x_BPD + layer.o_proj(rearrange(attn_BPNH, "B P N H -> B P (N H)"))
+    return x_BPD + layer.down_proj(gelu(layer.up_proj(layer.mlp_norm(x_BPD))))
+
+
 def vision_block(layer: VisionLayer, x_BPD: Array, spec: VisionSpec, compute: Compute) -> tuple[Array, dict[str, Array]]:
     """One layer on the tokens of each image; returns the stream and its intermediates."""
-    h_BPD = layer.attn_norm(x_BPD)
-    q_BPNH, k_BPNH, v_BPNH = (rearrange(proj(h_BPD), "B P (N H) -> B P N H", H=spec.head_dim) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
-    attn_BPNH = attention(q_BPNH, k_BPNH, v_BPNH, strategy=compute.attention)
-    x_BPD = x_BPD + layer.o_proj(rearrange(attn_BPNH, "B P N H -> B P (N H)"))
-    x_BPD = x_BPD + layer.down_proj(gelu(layer.up_proj(layer.mlp_norm(x_BPD))))
+    attn_BPNH = attention(*project_heads(layer, x_BPD, spec.head_dim), strategy=compute.strategy)
+    x_BPD = finish_layer(layer, x_BPD, attn_BPNH)
     return x_BPD, {"attn": attn_BPNH, "out": x_BPD}
 
 
@@ -76,7 +89,7 @@ class Vision(nn.Module):
         x_BPD = self.patch_embed(patches_BPD) + cast(self.pos_embed[...], full)
         x_BPD = embedded_BPD = cast(x_BPD, getattr(torch, self.compute.dtype))
 
-        def body(layers: tuple, x_BPD: Array, _: None) -> tuple[Array, dict[str, Array]]:
+        def body(layers: tuple, x_BPD: Array, _: None, last: Any) -> tuple[Array, dict[str, Array]]:
             x_BPD, taps = vision_block(layers[0], x_BPD, self.spec, self.compute)
             return x_BPD, taps if capture else {}
 

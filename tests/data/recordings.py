@@ -122,7 +122,7 @@ def write_by_hand(root: Path, *, video: bool = False, lengths: tuple[int, ...] =
             if video:
                 encode(root / f"videos/chunk-000/{name}/episode_{episode:06d}.mp4", pictures, video_fps)
             else:
-                table[name] = [_png(image) for image in pictures]
+                table[name] = [png(image) for image in pictures]
         table |= {
             "instruction": [f"{TASKS[episode]} {frame}" for frame in range(length)],
             "index": list(range(row, row + length)),
@@ -141,8 +141,8 @@ def write_by_hand(root: Path, *, video: bool = False, lengths: tuple[int, ...] =
     }
     info = {"codebase_version": "v2.1", "fps": fps, "total_frames": row, "chunks_size": 1000, "features": features} | paths
     (root / "meta/info.json").write_text(json.dumps(info))
-    _write_lines(root / "meta/episodes.jsonl", [{"episode_index": episode, "length": length} for episode, length in enumerate(lengths)])
-    _write_lines(root / "meta/tasks.jsonl", [{"task_index": index, "task": TASKS[index]} for index in range(2)])
+    write_lines(root / "meta/episodes.jsonl", [{"episode_index": episode, "length": length} for episode, length in enumerate(lengths)])
+    write_lines(root / "meta/tasks.jsonl", [{"task_index": index, "task": TASKS[index]} for index in range(2)])
 
 
 def encode(path: Path, pictures: list[np.ndarray], fps: int) -> None:
@@ -163,11 +163,13 @@ def change_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def _png(image: np.ndarray) -> dict[str, object]:
+def png(image: np.ndarray) -> dict[str, object]:
+    """A cell of an image column."""
     buffer = io.BytesIO()
     PIL.Image.fromarray(image).save(buffer, "PNG")
     return {"bytes": buffer.getvalue(), "path": None}
 
 
-def _write_lines(path: Path, rows: list[dict[str, object]]) -> None:
+def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
+    """A file with a JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

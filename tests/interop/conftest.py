@@ -1,5 +1,6 @@
 """One tiny model in every published form, written by hand once a session."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,16 @@ from pi05.spec import ModelSpec
 from .published import DEAD, Tree, openpi_tree, save_orbax, save_torch, torch_tensors
 
 LEROBOT_CONFIG = {"type": "pi05", "chunk_size": LEROBOT_SPEC.action_horizon, "tokenizer_max_length": LEROBOT_SPEC.max_token_len}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from pi05.batch import make_draws, synthetic_batch
 from pi05.compare import relative_error
 from pi05.errors import CheckpointError
 from pi05.interop.infer import infer_spec
-from pi05.interop.sources import load_weights, open_source
 from pi05.interop.source import Source, table_build, table_places
+from pi05.interop.sources import load_weights, open_source
 from pi05.params import count
 from pi05.spec import Compute, ModelSpec
 from tests.fact_sheet import openpi_shapes, published_from_openpi
@@ -81,7 +81,9 @@ def test_the_published_model_is_recognised_by_its_shapes_alone(layout: str) -> N
     """At full size, without a number: sizes inferred, every tensor of the fact sheet read exactly once."""
     shapes = openpi_shapes(FULL)
     if layout == "published":
-        shapes = {name: array.shape for name, array in published_from_openpi({name: np.broadcast_to(np.int8(0), size) for name, size in shapes.items()}).items()}
+        shapes = {
+            name: array.shape for name, array in published_from_openpi({name: np.broadcast_to(np.int8(0), size) for name, size in shapes.items()}).items()
+        }
     spec = infer_spec(shapes, layout, "here")
     assert spec == FULL
     packed = {name: 2 for name in shapes if "kv_einsum" in name or "gating_einsum" in name}

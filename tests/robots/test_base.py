@@ -218,18 +218,6 @@ def test_values_in_the_wrong_unit_are_warned_of_with_a_hint() -> None:
     assert "Check the unit and the order of the dims." in arm().limit_warnings(in_degrees * 1000)[0]
 
 
-def test_actions_that_are_relative_already_are_warned_of() -> None:
-    rng = np.random.default_rng(0)
-    states = rng.uniform(-2, 2, (300, 4))
-    steps = rng.normal(0, 0.02, (300, 4))
-    lines = arm().delta_warnings(states, steps)
-    assert len(lines) == 3 and "'joint_0' looks relative already" in lines[0] and "delta_kinds" in lines[0]
-    assert arm().delta_warnings(states, states + steps) == []
-    assert arm(delta_kinds=()).delta_warnings(states, steps) == []
-    near_zero = rng.normal(0, 0.02, (300, 4))
-    assert arm().delta_warnings(near_zero, 0.7 * near_zero[::-1]) == [], "at the zero pose, targets and steps look the same"
-
-
 def test_fingerprint_tells_apart_everything_that_changes_the_numbers() -> None:
     degrees = tuple(Dim(dim.name, "deg", -180, 180, dim.kind) for dim in JOINTS)
     variants = [
