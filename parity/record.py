@@ -7,16 +7,19 @@ from pi05.compare import Check, first_failure
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The worst check of one test."""
+    """The checks of one test, in execution order."""
 
     level: str
     subject: str
-    count: int
-    worst: Check
+    checks: tuple[Check, ...]
+
+    @property
+    def worst(self) -> Check:
+        return max(self.checks, key=lambda check: check.margin)
 
 
 class Record:
-    """The checks of a session. `settle` closes a test: it keeps the worst check and raises if one failed."""
+    """The checks of a session. `settle` closes a test: it keeps the checks and raises if one failed."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -29,7 +32,7 @@ class Record:
             AssertionError: a check failed (the first one is named, and how many followed), or there was nothing to check.
         """
         assert checks, f"{level} {subject}: nothing was compared"
-        self.rows.append(Row(level, subject, len(checks), max(checks, key=lambda check: check.margin)))
+        self.rows.append(Row(level, subject, tuple(checks)))
         failed = [check for check in checks if not check.passed]
         assert not failed, f"{level} {subject}: first divergence at {first_failure(checks)}; {len(failed)} of {len(checks)} fail"
 
@@ -48,5 +51,5 @@ class Record:
         lines = [f"{'level':5s} {'what':{width}s} {'checks':>6s} {'error':>9s} {'limit':>9s} {'of limit':>8s}  worst tensor"]
         for row in sorted(self.rows, key=lambda row: (int(row.level[1:]), row.subject)):
             error, limit, share = row.worst.error, row.worst.limit, 100 * row.worst.margin
-            lines.append(f"{row.level:5s} {row.subject:{width}s} {row.count:6d} {error:9.2e} {limit:9.2e} {share:7.1f}%  {row.worst.name}")
+            lines.append(f"{row.level:5s} {row.subject:{width}s} {len(row.checks):6d} {error:9.2e} {limit:9.2e} {share:7.1f}%  {row.worst.name}")
         return lines

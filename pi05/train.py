@@ -36,6 +36,7 @@ from pi05.run_folder import RunFolder, open_run
 from pi05.schedule import learning_rate
 from pi05.sinks import ConsoleSink, TensorBoardSink, WandbSink
 from pi05.spec import ModelSpec
+from pi05.stack import check_before_training
 from pi05.train_state import TrainState
 
 # Fields that say how often, how long and where, not what is computed; a resumed run may change them without a word.
@@ -166,6 +167,8 @@ def open_training(config: TrainConfig, mode: str, console: rich.console.Console)
         for line in data.pipeline.floored:
             say(line)
         backend = load_backend(config.backend, spec, config.compute, config.recipe(), device=config.device)
+        for line in check_before_training(config, backend.name, len(data.pipeline.slots), spec.max_token_len):
+            say(line, "yellow")
         loader = stack.enter_context(data.make_loader())
         if resumed:
             loader.check_state(json.loads(read_file(resumed, "loader.json")))

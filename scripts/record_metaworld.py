@@ -94,31 +94,39 @@ class Stage:
         """Control steps a second of simulated time: each step is one action, held for `frame_skip` steps of the physics."""
         return round(1 / self._env.dt)
 
+    def start(self, number: int) -> np.ndarray:
+        """Begins an episode with goal `number` of the seed; returns the observation, float64[39], whose first four are the state."""
+        self._env.set_task(self._goals[number])
+        return self._env.reset()[0]
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Executes float32[4] in [-1, 1]; returns the next observation and whether the task is solved now."""
+        observation, _, _, _, info = self._env.step(action)
+        return observation, bool(info["success"])
+
     def attempts(self) -> Iterator[Episode | None]:
         """One attempt a goal; None where the expert failed. Each depends on task, seed and its number only."""
-        for number, goal in enumerate(self._goals):
-            self._env.set_task(goal)
-            observation, _ = self._env.reset()
-            yield self._attempt(observation, np.random.default_rng([self._seed, number, *self._salt]))
+        for number in range(len(self._goals)):
+            yield self._attempt(self.start(number), np.random.default_rng([self._seed, number, *self._salt]))
 
     def _attempt(self, observation: np.ndarray, rng: np.random.Generator) -> Episode | None:
         images: dict[str, list[np.ndarray]] = {camera: [] for camera in CAMERAS}
         states, actions, end, solved = [], [], MAX_STEPS, False
         while len(actions) < end:
             for camera in CAMERAS:
-                images[camera].append(self._render(camera))
+                images[camera].append(self.render(camera))
             noise = np.append(rng.normal(0, NOISE, 3), 0)
             # Clipped here, although the environment clips as well: the file must hold what was executed.
             action = np.clip(self._expert.get_action(observation) + noise, -1, 1).astype(np.float32)
             states.append(observation[:4].astype(np.float32))
             actions.append(action)
-            observation, _, _, _, info = self._env.step(action)
-            solved = bool(info["success"])
+            observation, solved = self.step(action)
             if solved and end == MAX_STEPS:
                 end = len(actions) + SETTLE_STEPS
         return Episode(images, np.stack(states), np.stack(actions)) if solved else None
 
-    def _render(self, camera: str) -> np.ndarray:
+    def render(self, camera: str) -> np.ndarray:
+        """What a camera sees now, uint8[size, size, 3], upright."""
         self._renderer.update_scene(self._env.data, camera=camera)
         image = self._renderer.render()
         # Meta-World mounts this camera upside down: turned by half a turn, not mirrored.

@@ -3,7 +3,11 @@
 import contextlib
 import functools
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -20,6 +24,7 @@ from pi05.recipe import Recipe
 from pi05.spec import Compute, ModelSpec
 from pi05.torch_backend import attention as torch_attention
 
+ROOT = Path(__file__).resolve().parents[1]
 TO = {"jax": jnp.asarray, "torch": torch.tensor}
 each_backend = pytest.mark.parametrize("backend", ["jax", "torch"])
 
@@ -245,8 +250,7 @@ def test_a_step_of_the_published_model_calls_cudnn_once_forward_and_once_backwar
     assert sum("256x16x72" in line or "16x256x72" in line for line in lines) == 2
 
 
-def test_a_sharded_batch_gives_the_kernel_local_shapes_and_costs_no_collective() -> None:
-    """Per-sample scales need no reduction over devices, and samples meet nowhere in attention."""
+def test_a_sharded_batch_gives_the_kernel_local_shapes() -> None:
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec, f16 = jax.sharding.PartitionSpec("data"), jnp.float16
 
@@ -260,3 +264,46 @@ def test_a_sharded_batch_gives_the_kernel_local_shapes_and_costs_no_collective()
     lines = cudnn_calls(sharded, *arguments)
     assert len(lines) == 2
     assert all("tensor<2x128x8x64xf16>" in line and "tensor<16x" not in line for line in lines)
+
+
+ON_EIGHT_DEVICES = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from parity.emulator import emulated
+from pi05.jax_backend.attention import attention, join, pack
+from pi05.kernel_check import Shape, make_scene
+
+scene = make_scene("gauss", Shape(16, 16, 4, 2, 16, batch=8))
+
+def loss(q, k, v, valid, g):
+    valid, q, k, v = pack(valid[:, ::-1], q, k, v)
+    k, v = (join(x, 2 * x[:, :3], valid, valid[:, :3])[:, :16] for x in (k, v))
+    layer = jax.checkpoint(lambda x: attention(x, k, v, valid, strategy="fused_float16") * 0.5)
+    return (jax.lax.scan(lambda x, _: (layer(x), None), q, length=3)[0] * g).sum((1, 2, 3))
+
+def step(*arrays):
+    values, pull = jax.vjp(lambda q, k, v: loss(q, k, v, *arrays[3:]), *arrays[:3])
+    return values, *pull(jnp.ones_like(values))
+
+arrays = [jnp.asarray(x) for x in (scene.q, scene.k, scene.v, scene.valid, scene.g)]
+with emulated("jax"):
+    want = jax.jit(step)(*arrays)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec("data")))
+            compiled = jax.jit(step).lower(*placed).compile()
+            for a, b in zip(compiled(*placed), want, strict=True):
+                error = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b))
+                assert error < 2e-3, (kind, error)  # local shapes are summed in another order, which moves a float16 to the next
+        found = [op for op in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter") if op in compiled.as_text()]
+        assert not found, (kind, found)
+print(len(jax.devices()), "devices")
+"""
+
+
+def test_a_sharded_batch_costs_no_collective_and_changes_no_number() -> None:
+    """Scales are per sample, so they need no reduction over devices, under scan and recomputation too. In its own process: it needs eight devices."""
+    options = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", ON_EIGHT_DEVICES], capture_output=True, text=True, env=os.environ | options, check=False)
+    assert done.stdout == "8 devices\n", done.stderr

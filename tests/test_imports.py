@@ -12,14 +12,15 @@ FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "torch", "torchvision", "transfo
 RANKS = {
     "errors": 0,
     **dict.fromkeys(("spec", "schedule"), 1),
-    **dict.fromkeys(("params", "initial", "batch", "compare", "recipe", "train_state", "kernel_check"), 2),
+    **dict.fromkeys(("params", "initial", "batch", "compare", "recipe", "train_state"), 2),
     **dict.fromkeys(
         ("backend", "config", "config_files", "config_cli", "robots", "data.images", "data.augment", "data.tokenizer", "data.transforms", "data.norm_stats"), 3
     ),
     **dict.fromkeys(("data", "interop", "checkpoint", "run_folder", "metrics", "sinks", "plots", "bad_step"), 4),
     **dict.fromkeys(("jax_backend", "torch_backend"), 5),
-    **dict.fromkeys(("evaluate", "policy", "serve", "convert", "verify"), 6),
-    "train": 7,
+    **dict.fromkeys(("kernel_check", "evaluate", "policy", "serve", "convert", "verify"), 6),
+    "stack": 7,
+    "train": 8,
 }
 TOGETHER = (2, 3, 4)  # ranks whose modules may import each other
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -65,13 +65,12 @@ def check_kernels(strategy: str, head_dims: tuple[int, ...], on_gpu: bool) -> No
 def pack(valid_BS: Array, *arrays: Array) -> tuple[Array, ...]:
     """The validity and the arrays [B, S, ...] with the valid tokens in front, otherwise in their order."""
     order_BS = jnp.argsort(~valid_BS, axis=1, stable=True)
-    return tuple(jnp.take_along_axis(x, order_BS.reshape(order_BS.shape + (1,) * (x.ndim - 2)), axis=1) for x in (valid_BS, *arrays))
+    return tuple(_reorder(x, order_BS) for x in (valid_BS, *arrays))
 
 
 def unpack(valid_BS: Array, packed: Array) -> Array:
     """The array [B, S, ...] in the order it had before `pack`."""
-    order_BS = jnp.argsort(jnp.argsort(~valid_BS, axis=1, stable=True), axis=1)
-    return jnp.take_along_axis(packed, order_BS.reshape(order_BS.shape + (1,) * (packed.ndim - 2)), axis=1)
+    return _reorder(packed, jnp.argsort(jnp.argsort(~valid_BS, axis=1, stable=True), axis=1))
 
 
 def join(first: Array, second: Array, first_valid_BS: Array, second_valid_BA: Array) -> Array:
@@ -84,7 +83,12 @@ def join(first: Array, second: Array, first_valid_BS: Array, second_valid_BA: Ar
     padding_BA = first_valid_BS.shape[1] + second_len_B1 + jnp.cumsum(~second_valid_BA, axis=1, dtype=jnp.int32) - 1
     place_BA = jnp.where(second_valid_BA, first_len_B1 + rank_BA, padding_BA)
     room = jnp.concatenate((first, jnp.zeros_like(second)), axis=1)
-    return room.at[jnp.arange(len(room))[:, None], place_BA].set(second, unique_indices=True)
+    return jax.vmap(lambda room, place_A, second: room.at[place_A].set(second, unique_indices=True))(room, place_BA, second)
+
+
+def _reorder(x: Array, order_BS: Array) -> Array:
+    """x [B, S, ...] in the order of a permutation: unique indices, so that its gradient is no sum."""
+    return jax.vmap(lambda x, order_S: x.at[order_S].get(unique_indices=True, mode="promise_in_bounds"))(x, order_BS)
 
 
 def explicit_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, valid_BS: Array | None) -> Array:

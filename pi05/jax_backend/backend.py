@@ -5,7 +5,9 @@ Dtypes: parameters, moments and averages float32.
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,7 @@ class Backend:
         self._learned_names = recipe.trains(spec)  # canonical
         self._learned = frozenset(shapes(spec, "jax", self._learned_names))
         self._device = _find_device(device)
+        _keep_compiled()
         check_kernels(compute.strategy, (spec.vision.head_dim, spec.trunk.head_dim), on_gpu=self._device.platform == "gpu")
         self._shell = abstract_model(spec, compute)
 
@@ -61,7 +64,7 @@ class Backend:
     def init_state(self, tensors: Iterable[tuple[str, np.ndarray]]) -> State:
         arrays = {name: self._own(array) for name, array in write(tensors, self.spec, "jax")}
         learned, frozen = self._split(arrays)
-        return State(0, learned, frozen, init_optimizer(learned, self.recipe))
+        return State(0, learned, frozen, self._keep(init_optimizer(learned, self.recipe)))
 
     def init_policy(self, tensors: Iterable[tuple[str, np.ndarray]]) -> State:
         arrays = {name: self._own(array) for name, array in write(tensors, self.spec, "jax")}
@@ -97,7 +100,7 @@ class Backend:
         learned, frozen = self._split(self._native(saved.params, None))
         m, v = (self._native(moments, self._learned_names) for moments in (saved.m, saved.v))
         ema = None if self.recipe.ema_decay is None else self._native({name: saved.served_params()[name] for name in self._learned_names}, self._learned_names)
-        return State(saved.step, learned, frozen, restore_optimizer(learned, self.recipe, saved.updates, m, v, ema))
+        return State(saved.step, learned, frozen, self._keep(restore_optimizer(learned, self.recipe, saved.updates, m, v, ema)))
 
     @functools.cached_property
     def _train(self) -> Callable:
@@ -140,11 +143,22 @@ class Backend:
     def _canonical(self, arrays: dict[str, Array], names: frozenset[str] | None) -> dict[str, np.ndarray]:
         return dict(read({name: np.array(array) for name, array in arrays.items()}, self.spec, "jax", names))
 
+    def _keep(self, optimizer: OptimizerState) -> OptimizerState:
+        """On the device for good, as a step's results are; counts that are not yet would have the second step compiled anew."""
+        return jax.device_put(optimizer, self._device)
+
     def _put(self, array: np.ndarray) -> Array:
         return jax.device_put(array, self._device)
 
     def _own(self, array: np.ndarray) -> Array:
         return jnp.array(array, device=self._device)  # a copy: a state's arrays are given away to the next step
+
+
+def _keep_compiled() -> None:
+    """Compiled steps are kept on disk, unless the user has said where or that they should not be (JAX_COMPILATION_CACHE_DIR)."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pi05" / "jax"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def _find_device(device: str) -> jax.Device:

@@ -35,8 +35,11 @@ def keep(x: Array) -> Array:
     return checkpoint_name(x, _RESIDUAL)
 
 
-def region(function: Callable) -> Callable:
-    """Marks a function (module, x, ...) of plain operations that PyTorch compiles on a GPU as one piece; JAX compiles whole steps anyway."""
+def region(function: Callable, *, dynamic: bool = False) -> Callable:
+    """Marks a function (module, x, ...) of plain operations that PyTorch compiles on a GPU as one piece; JAX compiles whole steps anyway.
+
+    dynamic: once for all shapes instead of once for each.
+    """
     return function
 
 

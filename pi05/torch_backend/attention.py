@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from pi05.errors import SpecError
-from pi05.torch_backend.layers import cast, promote
+from pi05.torch_backend.layers import cast, promote, region
 
 
 def attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, valid_BS: Array | None = None, *, strategy: str = "explicit") -> Array:
@@ -136,14 +136,16 @@ def kernel(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, query_len_B: Array | Non
     check_kernels("fused", (q_BTNH.shape[-1],), on_gpu=q_BTNH.is_cuda)
     if query_len_B is None:
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
-        with sdpa_kernel(
-            [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
-        ):  # cuDNN without a mask only: its dQ with one is NaN where T % 128 == 64
+        # cuDNN only where there is no mask: with one, its dQ is NaN where T % 128 == 64, see docs/numerics.md.
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
     # Every sample is two sequences, its valid tokens and its padding: nothing is gathered, no shape depends on the data, and no row is without a key.
     ends = [_ends(length_B, x.shape[1]) for length_B, x in ((query_len_B, q_BTNH), (key_len_B, k_BSKH))]
     packed = (x.flatten(0, 1) for x in (q_BTNH, k_BSKH, v_BSKH))
     return varlen_attn(*packed, *ends, q_BTNH.shape[1], k_BSKH.shape[1], scale=scale).unflatten(0, q_BTNH.shape[:2])
+
+
+_any_shape = functools.partial(region, dynamic=True)
 
 
 class _Enter(torch.autograd.Function):
@@ -156,7 +158,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g: Array) -> tuple[Array, None, None]:
-        return cast(promote(g) / ctx.scale_B111, ctx.dtype), None, None
+        return _multiply(1 / ctx.scale_B111, g, ctx.dtype), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -165,21 +167,32 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out_BTNH: Array, scale_B111: Array, live_BT11: Array | None, dtype: torch.dtype) -> Array:
         ctx.scale_B111, ctx.live_BT11, ctx.dtype = scale_B111, live_BT11, out_BTNH.dtype
-        return cast(out_BTNH if live_BT11 is None else torch.where(live_BT11, out_BTNH, 0), dtype)
+        return _clear(live_BT11, out_BTNH, dtype)
 
     @staticmethod
     def backward(ctx, g_BTNH: Array) -> tuple[Array, None, None, None]:
-        g_BTNH = promote(g_BTNH) if ctx.live_BT11 is None else torch.where(ctx.live_BT11, promote(g_BTNH), 0)
+        g_BTNH = _clear(ctx.live_BT11, g_BTNH, g_BTNH.dtype)
         ctx.scale_B111.copy_(power_of_two(g_BTNH))
-        return cast(g_BTNH * ctx.scale_B111, ctx.dtype), None, None, None
+        return _multiply(ctx.scale_B111, g_BTNH, ctx.dtype), None, None, None
+
+
+@_any_shape
+def _clear(live_BT11: Array | None, x_BTNH: Array, dtype: torch.dtype) -> Array:
+    return cast(x_BTNH if live_BT11 is None else torch.where(live_BT11, x_BTNH, 0), dtype)
+
+
+@_any_shape
+def _multiply(scale_B111: Array, x_BTNH: Array, dtype: torch.dtype) -> Array:
+    return cast(promote(x_BTNH) * scale_B111, dtype)
 
 
 def power_of_two(g_BTNH: Array) -> Array:
     """A power of two [B, 1, 1, 1] for each sample that brings its largest |g| to between 1/2 and 1; 1 where that is 0, Inf or NaN."""
-    largest_B111 = g_BTNH.abs().amax((1, 2, 3), keepdim=True)
+    largest_B111 = promote(torch.linalg.vector_norm(g_BTNH, torch.inf, (1, 2, 3), keepdim=True))
     usable_B111 = torch.isfinite(largest_B111) & (largest_B111 > 0)
-    _, exponent_B111 = torch.frexp(torch.where(usable_B111, largest_B111, 1))
-    return torch.where(usable_B111, torch.ldexp(torch.ones_like(largest_B111), (-exponent_B111).clip(-100, 100)), 1)
+    usual_B111 = torch.where(usable_B111, largest_B111, 1).clip(2.0**-100, 2.0**100)
+    mantissa_B111, _ = torch.frexp(usual_B111)
+    return torch.where(usable_B111, mantissa_B111 / usual_B111, 1)  # the quotient is exact
 
 
 def attention_and_gradients(q: Any, k: Any, v: Any, valid: Any, cotangent: Any, *, strategy: str) -> tuple[Any, Any, Any, Any]:

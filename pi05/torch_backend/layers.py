@@ -34,13 +34,16 @@ def keep(x: Array) -> Array:
     return x
 
 
-def region(function: Callable) -> Callable:
-    """Marks a function (module, x, ...) of plain operations that PyTorch compiles on a GPU as one piece; JAX compiles whole steps anyway."""
-    compiled = functools.cache(lambda: torch.compile(function, dynamic=False))  # not at import: loading the compiler takes seconds
+def region(function: Callable, *, dynamic: bool = False) -> Callable:
+    """Marks a function (module, x, ...) of plain operations that PyTorch compiles on a GPU as one piece; JAX compiles whole steps anyway.
+
+    dynamic: once for all shapes instead of once for each.
+    """
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=dynamic))  # not at import: loading the compiler takes seconds
 
     @functools.wraps(function)
     def run(module: nn.Module, x: Array, *rest: Any) -> Any:
-        return (compiled() if x.is_cuda else function)(module, x, *rest)
+        return (compiled() if x.is_cuda and not torch.compiler.is_compiling() else function)(module, x, *rest)
 
     return run
 

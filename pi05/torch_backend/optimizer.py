@@ -61,7 +61,7 @@ def apply_gradients(
                 param.sub_(param, alpha=decay)
         state.adam.step()
         if state.ema is not None:
-            get_ema_multi_avg_fn(recipe.ema_decay)(list(state.ema.values()), [param.detach() for param in params.values()], None)
+            get_ema_multi_avg_fn(recipe.ema_decay)([state.ema[name] for name in params], [param.detach() for param in params.values()], None)
     state.adam.zero_grad(set_to_none=True)
     return params, state, norm, finite
 
