@@ -28,6 +28,7 @@ FIELDS = {
     "data.num_workers": "0",
     "data.augmentation": "standard",
     "batch_size": "4",
+    "schedule.peak_lr": "1e-3",
     "schedule.warmup_steps": "5",
     "schedule.decay_steps": str(STEPS),
 }
