@@ -209,12 +209,12 @@ def _causal_suffix(original: Callable) -> Callable:
 
 
 def _prefix_sees_suffix(original: Callable) -> Callable:
-    def block(layers, xs, prefix, suffix, cond, cache, compute):
+    def block(layers, xs, prefix, suffix, cond, cache, compute, last=None):
         import torch
 
         gemma = importlib.import_module(GEMMA)
         if xs[0] is None or xs[1] is None:
-            return original(layers, xs, prefix, suffix, cond, cache, compute)
+            return original(layers, xs, prefix, suffix, cond, cache, compute, last)
         _, k, v, _ = gemma.project_heads(layers[1], xs[1], cond, suffix.angles)
 
         def attention(q, own_k, own_v, valid, *, strategy):
@@ -224,7 +224,7 @@ def _prefix_sees_suffix(original: Callable) -> Callable:
 
         attend = gemma.attention
         with mock.patch.object(gemma, "attention", attention):
-            return original(layers, xs, prefix, suffix, cond, cache, compute)
+            return original(layers, xs, prefix, suffix, cond, cache, compute, last)
 
     return block
 
