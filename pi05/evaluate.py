@@ -20,8 +20,7 @@ from pi05.batch import Batch, Draws
 from pi05.checkpoint import load_params, locate_checkpoint
 from pi05.config import get_config
 from pi05.config_cli import split_arguments
-from pi05.data.augment import Augmentation
-from pi05.data.collate import BatchMaker, Task, allocate_private
+from pi05.data.collate import BatchMaker, Sample, Task, allocate_private
 from pi05.data.norm_stats import NormStats
 from pi05.data.run_data import RunData, open_run_data
 from pi05.errors import CheckpointError, ConfigError, DataError, Pi05Error
@@ -76,16 +75,18 @@ class Evaluation:
         self._data, rows = data, np.unique(np.linspace(0, len(data.holdout) - 1, min(samples, len(data.holdout))).round().astype(np.int64))
         size = min(batch_size or data.config.batch_size, len(rows))
         rows = rows[: len(rows) // size * size]  # whole batches: a shorter one would compile again
-        none: Augmentation = "none"
-        maker = BatchMaker(data.holdout, data.pipeline, data.spec, NOISE_SEED, data.spec.max_token_len, none, data.pipeline.slots)
+        robot = data.pipeline.robot
+        self._robot_rows: list[dict[str, np.ndarray]] = []  # the robot's own numbers of each observation, in the order of the batches
+
+        def read(row: Mapping[str, Any]) -> Sample:
+            self._robot_rows.append({key: row[key] for key in (robot.state_column, robot.action_column)})
+            return data.pipeline(row)
+
+        maker = BatchMaker(data.holdout, read, data.spec, NOISE_SEED, data.spec.max_token_len, cameras=data.pipeline.slots)
         self.batches: list[tuple[Batch, Draws]] = []
         for step, chunk in enumerate(rows.reshape(-1, size)):
             task = Task(step=step, epochs=np.zeros(size, np.int64), places=chunk, rows=chunk)
             self.batches.append(maker.make(task, allocate_private).open())
-        robot = data.pipeline.robot
-        self._robot_rows = [
-            [{key: data.holdout[int(row)][key] for key in (robot.state_column, robot.action_column)} for row in chunk] for chunk in rows.reshape(-1, size)
-        ]
 
     def __call__(self, backend: Backend, state: Any, num_steps: int = 10) -> Score:
         """Scores the weights that `state` would act with, sampling in `num_steps` Euler steps."""
@@ -110,9 +111,8 @@ class Evaluation:
         actions = backend.sample_actions(state, batch.observation, draws.noise, num_steps)
         mean = pipeline.normalised_mean("actions")
         want = batch.actions[..., real]
-        robot_error = [
-            pipeline.inverse(chunk, row[robot.state_column]) - row[robot.action_column] for chunk, row in zip(actions, self._robot_rows[index], strict=True)
-        ]
+        rows = self._robot_rows[index * len(actions) : (index + 1) * len(actions)]
+        robot_error = [pipeline.inverse(chunk, row[robot.state_column]) - row[robot.action_column] for chunk, row in zip(actions, rows, strict=True)]
         return (
             np.asarray(backend.eval_step(state, batch, draws).per_sample),
             ((actions[..., real] - want) ** 2).mean(-1),

@@ -287,9 +287,9 @@ def shapes(spec: ModelSpec, layout: Layout = "canonical", names: Container[str] 
     return out
 
 
-def count(spec: ModelSpec) -> int:
-    """Number of parameters."""
-    return sum(math.prod(shape(row, spec)) for row in rows(spec))
+def count(spec: ModelSpec, names: Container[str] | None = None) -> int:
+    """Number of parameters; with `names`, of these tensors only."""
+    return sum(math.prod(shape(row, spec)) for row in rows(spec, names))
 
 
 def groups(spec: ModelSpec) -> dict[Group, int]:

@@ -11,6 +11,7 @@ from pi05.backend import Backend, Device, load_backend
 from pi05.batch import Observation, make_draws
 from pi05.checkpoint import load_params, locate_checkpoint
 from pi05.config import TrainConfig, get_config
+from pi05.data.collate import fill_text
 from pi05.data.norm_stats import NormStats
 from pi05.data.run_data import make_pipeline
 from pi05.data.tokenizer import load_tokenizer
@@ -48,13 +49,12 @@ class Policy:
     def infer_rows(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> np.ndarray:
         """float32[B, A, D] for rows under the dataset's column names."""
         samples = [self.pipeline(row) for row in rows]
-        tokens = np.zeros((len(rows), self.backend.spec.max_token_len), np.int32)
-        token_mask = np.zeros(tokens.shape, bool)
-        for i, sample in enumerate(samples):
-            tokens[i, : len(sample["tokens"])], token_mask[i, : len(sample["tokens"])] = sample["tokens"], True
+        size = (len(rows), self.backend.spec.max_token_len)
+        text = {"tokens": np.zeros(size, np.int32), "token_mask": np.zeros(size, bool)}
+        fill_text(text, [sample["tokens"] for sample in samples])
         images, image_mask = (np.stack([sample[key] for sample in samples]) for key in ("images", "image_mask"))
         noise = make_draws(self.backend.spec, self.seed, 0, np.asarray(indices)).noise
-        actions = self.backend.sample_actions(self.state, Observation(images, image_mask, tokens, token_mask), noise, self.num_steps)
+        actions = self.backend.sample_actions(self.state, Observation(images, image_mask, **text), noise, self.num_steps)
         column = self.pipeline.robot.state_column
         return np.stack([self.pipeline.inverse(chunk, row[column]) for chunk, row in zip(actions, rows, strict=True)])
 

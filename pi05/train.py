@@ -8,7 +8,6 @@ Without arguments: the tiny model on the bundled demonstrations, on the CPU, in 
 import contextlib
 import dataclasses
 import json
-import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from pi05.errors import ConfigError, Pi05Error
 from pi05.evaluate import Evaluation
 from pi05.interop.sources import load_weights
 from pi05.metrics import FILE, RunLog, Sink, read_losses
-from pi05.params import rows, shape
+from pi05.params import count
 from pi05.plots import first_batch_sheet, loss_curve_png
 from pi05.run_folder import RunFolder, open_run
 from pi05.schedule import learning_rate
@@ -109,10 +108,9 @@ class Run:
 
     def save_now(self) -> Path:
         """Writes a checkpoint of the present state and returns it."""
-        state = self.backend.export_state(self.state)
-        self.checkpointer.save(state, self._files(state), backend=self.backend.describe())
+        self.save()
         self.checkpointer.wait()
-        return self.folder.checkpoints / str(state.step)
+        return locate_checkpoint(self.folder.path)
 
     def _files(self, state: TrainState) -> dict[str, str | bytes]:
         return {
@@ -270,10 +268,8 @@ def _changed_fields(old: TrainConfig, new: TrainConfig) -> list[str]:
 
 
 def _describe_parameters(config: TrainConfig, spec: ModelSpec) -> str:
-    learned = config.recipe().trains(spec)
-    sizes = {row.name: math.prod(shape(row, spec)) for row in rows(spec)}
-    trained = sum(size for name, size in sizes.items() if name in learned)
-    return f"{sum(sizes.values()):,} parameters: {trained:,} trained, {sum(sizes.values()) - trained:,} frozen"
+    total, trained = count(spec), count(spec, config.recipe().trains(spec))
+    return f"{total:,} parameters: {trained:,} trained, {total - trained:,} frozen"
 
 
 def _report_end(run: Run, outcome: Outcome) -> None:

@@ -150,7 +150,7 @@ class BatchMaker:
             prompts.append(sample["tokens"])
         fields = self.fields(size, cameras, self._text_length(prompts))
         arrays = {name: field.view(block) for name, field in fields.items()}
-        _fill_text(arrays, prompts)
+        fill_text(arrays, prompts)
         self._fill_draws(arrays, task)
         _batch(arrays)[0].validate(self.spec)
         return Block(memory, fields)
@@ -194,7 +194,8 @@ def allocate_shared(size: int) -> tuple[Any, np.ndarray]:
     return memory, memory.numpy()
 
 
-def _fill_text(arrays: Mapping[str, np.ndarray], prompts: list[np.ndarray]) -> None:
+def fill_text(arrays: Mapping[str, np.ndarray], prompts: list[np.ndarray]) -> None:
+    """Writes prompts, int32[n] each, into arrays["tokens"], int32[B, T], and ["token_mask"], bool[B, T]; the rest is zero."""
     lengths = np.array([len(tokens) for tokens in prompts])
     mask = np.arange(arrays["tokens"].shape[1]) < lengths[:, None]
     arrays["token_mask"][:], arrays["tokens"][:] = mask, 0

@@ -22,21 +22,6 @@ from tests.data.recordings import CAMERAS, encode, picture
 from tests.data.sick_arm import JOINTS, REPOSITORY, ROBOT, STEPS, both, everywhere, images, put, said, shift_time, subject, tasks, texts, write
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("healthy") / "arm")
-
-
-@pytest.fixture(scope="module")
-def filmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("filmed") / "arm", video=True)
-
-
-@pytest.fixture
-def copy(healthy: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(healthy, tmp_path / "arm"))
-
-
 def stand_still(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """From the fourth frame on."""
     held = old["observation.state"][np.minimum(np.arange(len(old["action"])), 3)]

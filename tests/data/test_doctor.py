@@ -1,7 +1,6 @@
 """The doctor: a healthy dataset, what is saved, the command."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,22 +18,7 @@ from pi05.data.token_lengths import TokenLengths
 from pi05.data.tokenizer import load_tokenizer
 from pi05.errors import DataError
 from tests.data.recordings import change_json
-from tests.data.sick_arm import REPOSITORY, ROBOT, TOKENIZER, everywhere, put, said, subject, tasks, texts, write
-
-
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("healthy") / "arm")
-
-
-@pytest.fixture(scope="module")
-def filmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("filmed") / "arm", video=True)
-
-
-@pytest.fixture
-def copy(healthy: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(healthy, tmp_path / "arm"))
+from tests.data.sick_arm import REPOSITORY, ROBOT, TOKENIZER, everywhere, put, said, subject, tasks, texts
 
 
 @pytest.mark.parametrize("kind", ["healthy", "filmed"])
